@@ -1,0 +1,65 @@
+"""How one request chooses its tokens: parameters, random streams and a verification rule, bound together.
+
+A proposer and the decoding round see the same `Sampler`, so both sides go through one path to probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.sampling import block, coupled, rejection
+from paceline.sampling.distribution import probabilities
+from paceline.sampling.draft import Draft
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.rejection import Verdict
+from paceline.sampling.streams import Stream
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A verification rule: how proposals are drawn, and which of them stand. Two pure functions."""
+
+    propose: Callable[[torch.Tensor, Stream, int, int], int]
+    """(q [V], stream, position, anchor) -> token"""
+    verify: Callable[[torch.Tensor, Draft, Stream, int], Verdict]
+    """(p [K + 1, V], draft, stream, anchor) -> verdict"""
+
+
+RULES = {
+    "token": Rule(rejection.propose, rejection.verify),
+    "block": Rule(block.propose, block.verify),
+    "coupled": Rule(coupled.propose, coupled.verify),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    params: SamplingParams
+    rule: Rule
+    stream: Stream
+    prompt_length: int
+    """Committed tokens before this are the prompt, those behind it the output: penalties tell them apart."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the request: end-of-sequence tokens (unless ignored) and `stop_token_ids`."""
+
+    def probabilities(
+        self, logits_TV: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """[T, V] distributions behind the committed `tokens` (prompt and output) and drafted[:t]."""
+        return probabilities(
+            logits_TV,
+            self.params,
+            prompt=tokens[: self.prompt_length],
+            output=tokens[self.prompt_length :],
+            drafted=drafted,
+            end_ids=self.end_ids,
+        )
+
+    def propose(self, q_V: torch.Tensor, position: int, anchor: int) -> int:
+        return self.rule.propose(q_V, self.stream, position, anchor)
+
+    def verify(self, p_SV: torch.Tensor, draft: Draft, anchor: int) -> Verdict:
+        return self.rule.verify(p_SV, draft, self.stream, anchor)

@@ -1,0 +1,243 @@
+"""Every verification rule keeps the target's distribution exactly: enumeration, not statistics.
+
+For a ratio rule the emitted sequence of a round is followed by the target itself up to K + 1 tokens, and the joint
+distribution over all V^(K+1) sequences is compared with the target's. The uniforms enter `decide` only through
+comparisons with a threshold h that depends on the block alone, so two values of each uniform, just below h and just
+above it, with the weights h and 1 - h, enumerate them all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from paceline.sampling import block, coupled, rejection
+from paceline.sampling.draft import Draft
+from paceline.sampling.draw import inverse_cdf, race
+from paceline.sampling.streams import Purpose, Stream
+from tests.fakes import Table, Vector
+
+Decide = Callable[[torch.Tensor, Draft, Vector], tuple[int, torch.Tensor]]
+Thresholds = Callable[[torch.Tensor, Draft], Vector]
+Row = Callable[[Sequence[int]], Vector]
+
+
+def cases(count: int) -> list[tuple[int, int, Row, Row]]:
+    """(V, K, p, q) with zeros, disjoint supports, p = q and one-hot drafts among them."""
+    found: list[tuple[int, int, Row, Row]] = []
+    for seed in range(count):
+        rng = np.random.default_rng([7, seed])
+        size, k = int(rng.integers(2, 6)), int(rng.integers(1, 5))
+        zeros = float(rng.choice([0.0, 0.4]))
+        p = Table(size, k + 1, 1000 + seed, zeros)
+        q = Table(size, k + 1, 2000 + seed, zeros, one_hot=float(rng.choice([0.0, 0.3])))
+        kind = seed % 8
+        if kind == 0:
+            q = p
+        elif kind == 1:
+            q.one_hot = 1.0
+        elif kind == 2:  # disjoint supports: p on the even tokens, q on the odd ones
+            even = np.arange(size) % 2 == 0
+            p.row, q.row = _masked(p.row, even), _masked(q.row, ~even)  # type: ignore[method-assign, assignment]
+        found.append((size, k, p.row, q.row))
+    return found
+
+
+def _masked(row: Row, keep: npt.NDArray[np.bool_]) -> Row:
+    def masked(tokens: Sequence[int]) -> Vector:
+        kept = np.where(keep, row(tokens) + 1e-3, 0)
+        return kept / kept.sum()
+
+    return masked
+
+
+def enumerate_round(decide: Decide, thresholds: Thresholds, size: int, k: int, p: Row, q: Row) -> tuple[Vector, float]:
+    """The joint distribution of K + 1 tokens [V, ..., V], and the expected number of tokens of the round."""
+    joint, expected = np.zeros((size,) * (k + 1)), 0.0
+    for tokens in itertools.product(range(size), repeat=k):
+        q_KV = np.array([q(tokens[:i]) for i in range(k)])
+        drawn = float(np.prod(q_KV[np.arange(k), list(tokens)]))
+        if drawn == 0:
+            continue
+        p_SV = torch.from_numpy(np.array([p(tokens[:i]) for i in range(k + 1)]))
+        draft = Draft(tokens, torch.from_numpy(q_KV))
+        h = thresholds(p_SV, draft)
+        for pattern in itertools.product((True, False), repeat=k):
+            weight = float(np.prod(np.where(pattern, h, 1 - h)))
+            if weight == 0:
+                continue
+            accepted, rest_V = decide(p_SV, draft, np.where(pattern, h * (1 - 1e-13), h + 1e-13))
+            rest = rest_V.numpy() / rest_V.sum().item()
+            expected += drawn * weight * (accepted + 1)
+            for token in range(size):
+                _continue_with(joint, p, (*tokens[:accepted], token), drawn * weight * rest[token])
+    return joint, expected
+
+
+def _continue_with(joint: Vector, p: Row, tokens: tuple[int, ...], weight: float) -> None:
+    if weight == 0:
+        return
+    if len(tokens) == joint.ndim:
+        joint[tokens] += weight
+        return
+    row = p(tokens)
+    for token in range(len(row)):
+        _continue_with(joint, p, (*tokens, token), weight * row[token])
+
+
+def target_joint(size: int, length: int, p: Row) -> Vector:
+    joint = np.zeros((size,) * length)
+    _continue_with(joint, p, (), 1.0)
+    return joint
+
+
+def test_token_and_block_verification_keep_the_target_exactly_and_block_never_expects_fewer_tokens() -> None:
+    gained = 0
+    for size, k, p, q in cases(200):
+        expected_joint = target_joint(size, k + 1, p)
+        tokens_a_round = {}
+        for name, decide, thresholds in (
+            ("token", rejection.decide, rejection.thresholds),
+            ("block", block.decide, lambda p_SV, draft: block.thresholds(p_SV, draft)[0]),
+        ):
+            joint, tokens_a_round[name] = enumerate_round(decide, thresholds, size, k, p, q)
+            assert np.abs(joint - expected_joint).max() < 1e-12, (name, size, k)
+        assert tokens_a_round["block"] >= tokens_a_round["token"] - 1e-12
+        gained += tokens_a_round["block"] > tokens_a_round["token"] + 1e-6
+    assert gained > 50, "block verification gains where K > 1 and p differs from q"
+
+
+@pytest.mark.parametrize("fault", ["accept everything", "recover from p", "ratio upside down"])
+def test_the_enumeration_catches_a_faulty_rule(fault: str) -> None:
+    def decide(p_SV: torch.Tensor, draft: Draft, uniforms: Vector) -> tuple[int, torch.Tensor]:
+        if fault == "accept everything":
+            return len(draft), p_SV[len(draft)]
+        if fault == "recover from p":
+            accepted, _ = rejection.decide(p_SV, draft, uniforms)
+            return accepted, p_SV[accepted]
+        stands = uniforms < 1 / np.maximum(rejection.likelihood_ratios(p_SV, draft), 1e-300)
+        accepted = int(stands.cumprod().sum())
+        return accepted, rejection.residual(p_SV[accepted], draft, accepted)
+
+    p, q = Table(3, 3, 1).row, Table(3, 3, 2).row
+    joint, _ = enumerate_round(decide, rejection.thresholds, 3, 2, p, q)
+    assert np.abs(joint - target_joint(3, 3, p)).max() > 1e-3
+
+
+def test_coupled_verification_emits_the_targets_own_choices_whatever_the_draft() -> None:
+    """With the noise fixed, every emitted token is the target's choice; and that choice is i with probability p_i."""
+    for case, (_, k, p, q) in enumerate(cases(200)):
+        for seed in range(5):
+            stream, anchor = Stream(1000 * case + seed), 3
+            tokens: list[int] = []
+            for i in range(k):
+                tokens.append(coupled.propose(torch.from_numpy(q(tokens)), stream, anchor + i, anchor))
+            p_SV = torch.from_numpy(np.array([p(tokens[:i]) for i in range(k + 1)]))
+            draft = Draft(tuple(tokens), torch.from_numpy(np.array([q(tokens[:i]) for i in range(k)])))
+            verdict = coupled.verify(p_SV, draft, stream, anchor)
+            emitted = [*tokens[: verdict.accepted], verdict.token]
+            alone: list[int] = []
+            none = Draft.empty()
+            for i in range(len(emitted)):
+                row = torch.from_numpy(p(alone))[None]
+                alone.append(coupled.verify(row, none, stream, anchor + i).token)
+            assert emitted == alone
+
+
+def test_an_exponential_race_is_won_by_token_i_with_probability_p_i() -> None:
+    """Whatever the rivals' noise, i wins iff E_i < p_i M with M = min(E_j / p_j) over the rivals. M is exponential with
+    rate 1 - p_i and E_i / p_i with rate p_i, so i wins with probability p_i / (p_i + 1 - p_i)."""
+    rng = np.random.default_rng(0)
+    for seed in range(200):
+        p = Table(4, 0, seed).row([])
+        for i in range(4):
+            noise = rng.exponential(size=4) * 1e-3  # a race depends on ratios alone; small numbers keep their digits
+            edge = p[i] * min(noise[j] / p[j] for j in range(4) if j != i)
+            for factor, wins in ((1 - 1e-6, True), (1 + 1e-6, False)):
+                noise[i] = edge * factor
+                assert (race(torch.from_numpy(p), -np.expm1(-noise)) == i) is wins
+
+
+def test_coupled_acceptance_probability_is_the_published_formula() -> None:
+    p, q = Table(4, 0, 5).row([]), Table(4, 0, 6).row([])
+    expected = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(4))
+    rng, agreed, trials = np.random.default_rng(0), 0, 20_000
+    for _ in range(trials):
+        uniforms = rng.random(4)
+        agreed += race(torch.from_numpy(p), uniforms) == race(torch.from_numpy(q), uniforms)
+    # Hoeffding: a true rate differs by more than this with probability below 1e-9
+    assert abs(agreed / trials - expected) < np.sqrt(np.log(2 / 1e-9) / (2 * trials))
+
+
+def test_inverse_cdf_gives_each_token_its_share_of_the_unit_interval() -> None:
+    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0], dtype=torch.float64)
+    edges = [(0.0, 1), (0.25 - 1e-12, 1), (0.25, 3), (0.75 - 1e-12, 3), (0.75, 4), (1 - 2.0**-53, 4)]
+    assert [inverse_cdf(probs, u) for u, _ in edges] == [token for _, token in edges]
+    assert [inverse_cdf(probs * 7, u) for u, _ in edges] == [token for _, token in edges]
+
+
+def test_the_last_uniform_never_chooses_a_token_without_probability() -> None:
+    probs = torch.rand(50_000, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    probs[-1000:] = 0
+    assert inverse_cdf(probs, 1 - 2.0**-53) == 48_999
+
+
+def test_random_numbers_are_a_function_of_their_address() -> None:
+    stream = Stream(1)
+    first = stream.uniforms(Purpose.ACCEPT, 5, 3, 8)
+    np.random.default_rng().random(10)
+    np.random.seed(0)  # noqa: NPY002 - other randomness in the process must not matter
+    assert (first == Stream(1).uniforms(Purpose.ACCEPT, 5, 3, 8)).all()
+    others = [
+        Stream(2).uniforms(Purpose.ACCEPT, 5, 3, 8),
+        Stream(1, 1).uniforms(Purpose.ACCEPT, 5, 3, 8),
+        stream.uniforms(Purpose.NEXT, 5, 3, 8),
+        stream.uniforms(Purpose.ACCEPT, 6, 3, 8),
+        stream.uniforms(Purpose.ACCEPT, 5, 4, 8),
+    ]
+    assert all(len(np.intersect1d(first, other)) == 0 for other in others)
+
+
+def test_random_numbers_are_uniform_on_a_fine_grid() -> None:
+    numbers = np.concatenate([Stream(9).uniforms(Purpose.PROPOSE, i, i, 16) for i in range(4000)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    # Kolmogorov-Smirnov by the Dvoretzky-Kiefer-Wolfowitz bound at 1e-9
+    gap = np.abs(np.sort(numbers) - (np.arange(len(numbers)) + 0.5) / len(numbers)).max()
+    assert gap < np.sqrt(np.log(2 / 1e-9) / (2 * len(numbers)))
+    assert (numbers * 2.0**24 % 1 != 0).mean() > 0.99, "finer than a float32 grid"
+
+
+class Anchorless(Stream):
+    """Numbers keyed by the position alone, which a later round meets again."""
+
+    def uniforms(self, purpose: Purpose, position: int, anchor: int, count: int) -> Vector:
+        return super().uniforms(purpose, position, 0, count)
+
+
+def gap_of_two_tokens(new_stream: Callable[[int], Stream], runs: int = 6000) -> float:
+    """L1 distance from the target, of the first two tokens out of rounds of two drafted tokens each."""
+    p, q = np.array([0.5, 0.5]), np.array([0.9, 0.1])
+    p_SV, q_KV = torch.from_numpy(np.array([p, p, p])), torch.from_numpy(np.array([q, q]))
+    counts = np.zeros((2, 2))
+    for seed in range(runs):
+        stream, tokens = new_stream(seed), list[int]()
+        while len(tokens) < 2:
+            anchor = len(tokens)
+            drafted = tuple(block.propose(q_KV[0], stream, anchor + i, anchor) for i in range(2))
+            verdict = block.verify(p_SV, Draft(drafted, q_KV), stream, anchor)
+            tokens += [*drafted[: verdict.accepted], verdict.token]
+        counts[tuple(tokens[:2])] += 1
+    return float(np.abs(counts / runs - np.multiply.outer(p, p)).sum())
+
+
+def test_block_verification_needs_new_numbers_every_round() -> None:
+    """Why streams have an anchor: the first round looked at the second position's numbers before it gave that up."""
+    # Weissman et al. 2003 at 1e-9, for four outcomes
+    bound = np.sqrt(2 * (4 * np.log(2) + np.log(1e9)) / 6000)
+    assert gap_of_two_tokens(Stream) < bound < gap_of_two_tokens(Anchorless)
