@@ -156,7 +156,7 @@ def decode(
                 rule=rule or RULES[verify],
                 stream=Stream(job.params.seed or 0, job.sample),
                 prompt_length=len(job.prompt),
-                end_ids=frozenset(job.params.stop_token_ids) | (frozenset() if job.params.ignore_eos else eos),
+                end_ids=frozenset(job.params.stop_token_ids or ()) | (frozenset() if job.params.ignore_eos else eos),
             ),
             limit=min(target.context, len(job.prompt) + (job.params.max_tokens or target.context)),
             detokenizer=Letters(),

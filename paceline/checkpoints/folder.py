@@ -60,7 +60,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ValueError(
             f"{path / 'config.json'} describes a model our decoder cannot run: load it otherwise"
         ) from None
-    shards = _shards(path)
+    shards = shards_of(path)
     return _read(shards, _places(path, shards, reader.family, config), reader.family)
 
 
@@ -72,7 +72,7 @@ class _ConfigReader:
 
     def __init__(self, path: Path) -> None:
         self.file = path / "config.json"
-        outer = _read_json(self.file)
+        outer = read_json(self.file)
         name, classes = outer.get("model_type"), outer.get("architectures") or []
         if not isinstance(name, str) or not isinstance(classes, list):
             raise ValueError(f"{self.file} lacks a model_type, or its architectures are no list: is it a model's?")
@@ -274,7 +274,7 @@ class _ConfigReader:
         return value or {}
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file} does not exist: is {file.parent} the folder of a Hugging Face model?")
     if file.stat().st_size > JSON_LIMIT:
@@ -291,12 +291,12 @@ def _read_json(file: Path) -> dict[str, Any]:
 # Weights
 
 
-def _shards(path: Path) -> list[Path]:
+def shards_of(path: Path) -> list[Path]:
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if single.exists() or single.is_symlink():
         return [_inside(path, single.name, "the folder")]
     if index.exists():
-        names = _read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
             raise ValueError(f"{index} has no weight_map from tensors to files: it is damaged, fetch it again")
         return [_inside(path, name, str(index)) for name in sorted(set(names.values()))]
@@ -396,6 +396,8 @@ def _read(
         with safe_open(shard, framework="pt") as file:
             for (holder, theirs), name in places.items():
                 if holder == shard:
-                    tensor = file.get_tensor(theirs)
+                    # A copy of its own: the file maps tensors at odd addresses, where products are slower and
+                    # round differently, and pulls the rug away when it is replaced.
+                    tensor = file.get_tensor(theirs).clone()
                     is_norm = name.endswith("norm.weight")
                     yield name, tensor.float() + 1.0 if is_norm and family.norms_from_one else tensor

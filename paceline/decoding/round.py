@@ -166,7 +166,7 @@ class Batch:
             accepted += provenance is Provenance.ACCEPTED
             if sequence.commit(token, provenance, logprobs):
                 break
-        if outcome and not turn.reads_prompt:
+        if not turn.reads_prompt:
             sequence.stats.count_round(len(turn.draft), accepted)
         if sequence.finish_reason is not None:
             self._free.append(sequence.slot)

@@ -69,7 +69,7 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self.stats = Stats(prompt_tokens=len(self.tokens))
+        self.stats = Stats(completions=1, prompt_tokens=len(self.tokens))
         self.slot = -1
         """Set by the batch that runs this sequence."""
         self._detokenizer = detokenizer
@@ -85,7 +85,9 @@ class Sequence:
         self.tokens.append(token)
         self.stats.output_tokens += 1
         ends = token in self.sampler.end_ids
+        last = ends or len(self.tokens) >= self.limit
         text = "" if ends and not params.include_stop_str_in_output else self._detokenizer.push(token)
+        text += self._detokenizer.flush() if last else ""
         self.output.append(OutputToken(token, text, provenance, logprobs))
         # An earlier stop is never hidden by the length limit.
         stop = self._find_stop(text) if len(self.output) > params.min_tokens else None
@@ -95,13 +97,10 @@ class Sequence:
             return True
         if ends:
             self.finish_reason, self.stop_reason = "stop", token
-        elif len(self.tokens) >= self.limit:
+        elif last:
             self.finish_reason = "length"
-        if self.finish_reason:
-            self.output[-1].text += self._detokenizer.flush()
-            return True
         self._tail = (self._tail + text)[-self._longest_stop :] if self._longest_stop else ""
-        return False
+        return last
 
     def take(self) -> list[OutputToken]:
         """The tokens whose text has become certain since the last call; all the rest once the completion has ended."""
@@ -110,7 +109,6 @@ class Sequence:
         while held > 0:
             end -= 1
             held -= len(self.output[end].text)
-        end = max(end, self._taken)
         taken, self._taken = self.output[self._taken : end], end
         return taken
 
@@ -134,9 +132,11 @@ class Sequence:
             excess -= dropped
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the text that a stop string could begin with."""
-        tail = self._tail
+        """Length of the longest end of the text that a stop string, not complete yet, could begin with."""
+        tail, params = self._tail, self.sampler.params
+        if params.include_stop_str_in_output:
+            return 0
         for size in range(min(len(tail), self._longest_stop - 1), 0, -1):
-            if any(stop.startswith(tail[-size:]) for stop in self.sampler.params.stop_strings):
+            if any(size < len(stop) and stop.startswith(tail[-size:]) for stop in params.stop_strings):
                 return size
         return 0

@@ -13,6 +13,7 @@ class Stats:
     of the rounds the completion took part in; completions of one batch share their rounds.
     """
 
+    completions: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     rounds: int = 0
@@ -53,8 +54,8 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding alone: the first token, which ends the reading of the prompt, is not counted."""
-        return (self.output_tokens - 1) / self.decode_s if self.decode_s else 0.0
+        """Of one completion, decoding alone: its first token is not counted. Added up, the mean over completions."""
+        return (self.output_tokens - self.completions) / self.decode_s if self.decode_s else 0.0
 
     @property
     def acceptance_length(self) -> float:

@@ -38,7 +38,8 @@ class VocabularyMap:
         draft_size: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.target_size, self._target, self._encode_draft = target_size, target, encode_draft
+        self.target_size, self._draft_size = target_size, draft_size
+        self._target, self._encode_draft = target, encode_draft
         self.identical = list(target) == list(draft)
         if self.identical:
             shared = {i: i for i in range(min(target_size, draft_size))}
@@ -67,7 +68,8 @@ class VocabularyMap:
         """
         if token not in self._spellings:
             text = self._target[token][1].decode("utf-8", errors="ignore") if token < len(self._target) else ""
-            self._spellings[token] = tuple(self._encode_draft(text)) or (self._any,)
+            known = tuple(i for i in self._encode_draft(text) if i < self._draft_size)
+            self._spellings[token] = known or (self._any,)
         return self._spellings[token]
 
     def to_target(self, logits_TD: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,9 @@ def probabilities(
         )
     if params.temperature == 0:
         return torch.zeros_like(logits_TV).scatter_(-1, best_T1, 1)
-    logits_TV.sub_(top_T1).div_(params.temperature)  # the maximum becomes 0, whatever the temperature
+    # The maximum becomes 0, whatever the temperature; one beyond the numbers of this precision acts as its last one.
+    limits = torch.finfo(logits_TV.dtype)
+    logits_TV.sub_(top_T1).div_(min(max(params.temperature, limits.tiny), limits.max))
     if params.min_p > 0:
         logits_TV.masked_fill_(logits_TV < math.log(params.min_p), -math.inf)
     if 0 < params.top_k < size:
@@ -66,8 +68,9 @@ def probabilities(
         logits_TV.masked_fill_(logits_TV < last_T1, -math.inf)
     probs_TV = logits_TV.softmax(-1)
     if params.top_p < 1:
-        probs_TV.masked_fill_(probs_TV < _nucleus_threshold(probs_TV, params.top_p), 0)
-        probs_TV /= probs_TV.sum(-1, keepdim=True)
+        # Softmax again rather than a division by the sum: how torch sums a row depends on how many rows there are.
+        logits_TV.masked_fill_(probs_TV < _nucleus_threshold(probs_TV, params.top_p), -math.inf)
+        probs_TV = logits_TV.softmax(-1)
     return probs_TV
 
 

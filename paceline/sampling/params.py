@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,9 @@ class SamplingParams:
     """Added to the logits of these token ids; each in -100..100."""
     seed: int | None = None
     """None draws a seed from the operating system; the completion reports the one that was used."""
-    stop: str | Sequence[str] = ()
+    stop: str | Sequence[str] | None = None
     """Strings that end the output; the first one found is cut off, with all after it."""
-    stop_token_ids: Sequence[int] = ()
+    stop_token_ids: Sequence[int] | None = None
     """Tokens that end the output; kept in `token_ids`, left out of `text`."""
     include_stop_str_in_output: bool = False
     max_tokens: int | None = 256
@@ -70,14 +71,20 @@ class SamplingParams:
         n, k = self.n, self.top_k
         _require(_is_int(n) and n >= 1, "n", n, "an integer >= 1", "ask for at least one completion")
         for name, low, high, cure in (
-            ("temperature", 0.0, math.inf, "use 0 for greedy decoding, 1 for the model's own distribution"),
             ("min_p", 0.0, 1.0, "use 0 to keep every token"),
             ("presence_penalty", -2.0, 2.0, "use 0 for none"),
             ("frequency_penalty", -2.0, 2.0, "use 0 for none"),
         ):
             value = getattr(self, name)
             _require(_is_number(value) and low <= value <= high, name, value, f"in {low:g}..{high:g}", cure)
-        top_p, penalty = self.top_p, self.repetition_penalty
+        heat, top_p, penalty = self.temperature, self.top_p, self.repetition_penalty
+        _require(
+            _is_number(heat) and heat >= 0,
+            "temperature",
+            heat,
+            "a finite number >= 0",
+            "use 0 for greedy decoding, 1 for the model's own distribution",
+        )
         _require(_is_number(top_p) and 0 < top_p <= 1, "top_p", top_p, "in (0, 1]", "use 1 to keep every token")
         _require(
             _is_number(penalty) and penalty > 0,
@@ -132,7 +139,7 @@ class SamplingParams:
                 "in -100..100",
                 "clip it",
             )
-        for token in self.stop_token_ids:
+        for token in self.stop_token_ids or ():
             _require(_is_int(token) and token >= 0, "a stop token", token, "a token id >= 0", "see the tokenizer")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         for text in stop:
@@ -145,7 +152,7 @@ class SamplingParams:
 
     def check_vocabulary(self, size: int) -> None:
         """Refuse token ids beyond a vocabulary of `size`, and more log-probabilities than it has tokens."""
-        for token in (*(self.logit_bias or {}), *self.stop_token_ids):
+        for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):
             _require(
                 token < size,
                 "a token id",

@@ -50,6 +50,7 @@ def with_params(jobs: list[Job], **changes: object) -> list[Job]:
     return [replace(job, params=replace(job.params, **changes)) for job in jobs]  # type: ignore[arg-type]
 
 
+@pytest.mark.fault(8)
 @pytest.mark.parametrize("draft", drafts())
 @pytest.mark.parametrize("verify", RULES)
 def test_greedy_output_is_the_targets_for_every_draft_k_rule_and_batch(draft: str, verify: str) -> None:
@@ -69,6 +70,7 @@ def test_coupled_output_at_any_temperature_does_not_depend_on_the_draft(draft: s
         assert [ids(s) for s in got] == expected
 
 
+@pytest.mark.fault(6, 8)
 @pytest.mark.parametrize("verify", RULES)
 def test_a_request_gives_the_same_tokens_alone_and_among_others(verify: str) -> None:
     jobs = RAGGED + with_params(RAGGED, seed=7)
@@ -142,6 +144,7 @@ FAULTS: dict[str, tuple[str, Callable[..., int], Callable[..., Verdict]]] = {
 }
 
 
+@pytest.mark.fault(1, 3, 13)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_statistical_test_catches(fault: str) -> None:
     verify, propose, faulty = FAULTS[fault]
@@ -172,6 +175,7 @@ def test_no_pass_reads_a_token_twice_and_the_cache_holds_what_was_committed() ->
 # ---- ends and limits ----
 
 
+@pytest.mark.fault(2)
 @pytest.mark.parametrize("draft", ["alike", "the target itself", "ngram"])
 @pytest.mark.parametrize(
     "changes",
@@ -208,6 +212,7 @@ def test_every_parameter_holds_under_speculation(draft: str, changes: dict[str, 
             assert b.stats.output_tokens == len(b.output) == len(b.tokens) - b.stats.prompt_tokens
 
 
+@pytest.mark.fault(4)
 def test_an_end_inside_an_accepted_block_cuts_the_block() -> None:
     jobs = with_params([Job(params=SamplingParams(max_tokens=40, seed=s)) for s in range(20)], stop=("c",))
     runs = decode(target(), jobs, draft=drafts()["the target itself"], k=7, eos=frozenset({4}))
@@ -222,6 +227,7 @@ def test_an_end_inside_an_accepted_block_cuts_the_block() -> None:
     assert cut > 5, "ends inside accepted blocks did occur"
 
 
+@pytest.mark.fault(4)
 def test_a_stop_is_not_hidden_by_the_length_limit() -> None:
     (free,) = decode(target(), [Job(params=SamplingParams(max_tokens=3, temperature=0))], k=0)
     last = text(free)[-1]
@@ -230,6 +236,7 @@ def test_a_stop_is_not_hidden_by_the_length_limit() -> None:
     assert (run.finish_reason, run.stop_reason, len(run.output)) == ("stop", last, 3)
 
 
+@pytest.mark.fault(5)
 @pytest.mark.parametrize("k", [0, 1, 4, 7])
 def test_the_last_rounds_shorten_k_at_the_targets_limit(k: int) -> None:
     for room in range(1, 10):
@@ -238,6 +245,7 @@ def test_the_last_rounds_shorten_k_at_the_targets_limit(k: int) -> None:
         assert (len(run.output), run.finish_reason) == (room, "length")
 
 
+@pytest.mark.fault(5)
 def test_a_prompt_longer_than_the_drafts_context_falls_back_to_plain_decoding() -> None:
     draft = TableModel(Table(V, 3, seed=1), context=10)
     for length in range(1, 16):
@@ -271,6 +279,7 @@ def test_long_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> Non
 # ---- what is reported ----
 
 
+@pytest.mark.fault(6)
 def test_logprobs_are_the_targets_own_before_temperature() -> None:
     job = Job(
         prompt=(1, 0), params=SamplingParams(max_tokens=20, temperature=0.5, seed=1, logprobs=2, prompt_logprobs=0)
@@ -289,6 +298,7 @@ def test_logprobs_are_the_targets_own_before_temperature() -> None:
     assert second.logprob == pytest.approx(np.log(table.row([1])[0]), abs=1e-5)
 
 
+@pytest.mark.fault(11)
 def test_provenance_and_stats_tell_the_same_story() -> None:
     for run in decode(target(), RAGGED, draft=drafts()["bad"], k=3):
         kinds = Counter(t.provenance for t in run.output)
@@ -303,6 +313,7 @@ def test_provenance_and_stats_tell_the_same_story() -> None:
         assert all(a <= r for a, r in zip(stats.accepted_at, stats.reached_at, strict=True))
 
 
+@pytest.mark.fault(11)
 def test_rounds_without_a_draft_do_not_count_as_drafts() -> None:
     (run,) = decode(target(), [Job(prompt=(0, 1, 2, 3, 4), params=SamplingParams(max_tokens=6, seed=3))], k=0)
     assert (run.stats.rounds, run.stats.drafts, run.stats.drafted) == (5, 0, 0)
@@ -310,6 +321,7 @@ def test_rounds_without_a_draft_do_not_count_as_drafts() -> None:
     assert {t.provenance for t in run.output} == {Provenance.PLAIN}
 
 
+@pytest.mark.fault(2)
 def test_penalties_count_the_tokens_drafted_earlier_in_the_same_round() -> None:
     """One row at a time, with the drafted tokens as output, gives the same distributions as all rows together."""
     logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -112,6 +112,7 @@ def test_token_and_block_verification_keep_the_target_exactly_and_block_never_ex
     assert gained > 50, "block verification gains where K > 1 and p differs from q"
 
 
+@pytest.mark.fault(3)
 @pytest.mark.parametrize("fault", ["accept everything", "recover from p", "ratio upside down"])
 def test_the_enumeration_catches_a_faulty_rule(fault: str) -> None:
     def decide(p_SV: torch.Tensor, draft: Draft, uniforms: Vector) -> tuple[int, torch.Tensor]:
@@ -187,6 +188,7 @@ def test_the_last_uniform_never_chooses_a_token_without_probability() -> None:
     assert inverse_cdf(probs, 1 - 2.0**-53) == 48_999
 
 
+@pytest.mark.fault(13)
 def test_random_numbers_are_a_function_of_their_address() -> None:
     stream = Stream(1)
     first = stream.uniforms(Purpose.ACCEPT, 5, 3, 8)
@@ -203,6 +205,7 @@ def test_random_numbers_are_a_function_of_their_address() -> None:
     assert all(len(np.intersect1d(first, other)) == 0 for other in others)
 
 
+@pytest.mark.fault(3)
 def test_random_numbers_are_uniform_on_a_fine_grid() -> None:
     numbers = np.concatenate([Stream(9).uniforms(Purpose.PROPOSE, i, i, 16) for i in range(4000)])
     assert numbers.min() >= 0

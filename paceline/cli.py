@@ -1,0 +1,364 @@
+"""The command line: `paceline generate`, `chat`, `pull` and `info`.
+
+Turns arguments into calls of the package and errors into one line; `terminal` shows. Imports nothing heavy: a command
+brings in what it needs when it runs, so that `paceline --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paceline import __version__
+from paceline.options import (
+    AnswerOptions,
+    CompareOption,
+    CompletionOptions,
+    JsonLinesOption,
+    JsonOption,
+    ModelOptions,
+    ShowDraftOption,
+    SystemOption,
+    flattened,
+)
+
+if TYPE_CHECKING:
+    from paceline.checkpoints.load import Inspection
+    from paceline.engine.llm import LLM
+    from paceline.engine.outputs import Completion
+    from paceline.sampling.params import SamplingParams
+    from paceline.terminal import Screen
+
+Message = dict[str, str]
+
+app = typer.Typer(
+    name="paceline",
+    help="A language model answers faster, with its distribution unchanged: exact speculative sampling.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # what a terminal cannot spell ends no run
+    app()
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a command of `app`: its parameters, and the fields of those that are dataclasses, are the flags.
+
+    What people can cause ends in one line on stderr and exit code 2, Ctrl-C in 130.
+    """
+    flat = flattened(function)
+
+    @wraps(flat)
+    def run(**given: Any) -> None:
+        from paceline.terminal import complain
+
+        try:
+            flat(**given)
+        except BrokenPipeError:
+            raise  # the reader of our output left: nobody to tell
+        except (ValueError, OSError) as error:
+            complain(error)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as interrupt:
+            raise typer.Exit(130) from interrupt
+
+    app.command()(run)
+    return function
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"paceline {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _paceline(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@command
+def generate(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="- reads one from stdin.", show_default=False)
+    ] = None,
+    *,
+    file: Annotated[
+        Path | None,
+        typer.Option(help='More prompts: one {"prompt": ...} a line of a .jsonl; any other file is one whole prompt.'),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put the prompt into the model's chat template, or continue it as it is.",
+            show_default="--chat where the model has a template",
+        ),
+    ] = None,
+    system: SystemOption = None,
+    model: ModelOptions,
+    sampling: CompletionOptions,
+    show_draft: ShowDraftOption = False,
+    as_json: JsonLinesOption = False,
+    compare: CompareOption = False,
+) -> None:
+    """Complete prompts, or answer them.
+
+    Prompts come from arguments, a file, or stdin. One prompt is written as it is generated; several run as a batch.
+    A newline at the very end of a file or of stdin is not part of the prompt.
+    """
+    if sampling.logprobs is not None and not as_json:
+        raise ValueError("--logprobs shows in JSON only: add --json")
+    if compare and (model.draft == "none" or model.draft_tokens == 0):
+        raise ValueError("--compare needs a draft to compare with: leave out --draft none, and give -k at least 1")
+    params = sampling.params()
+    texts = _read_prompts(prompts or [], file)
+
+    from paceline.decoding.stats import Stats
+    from paceline.terminal import Screen, note, stats_line
+
+    llm = model.load()
+    if chat is None:
+        chat = llm.tokenizer.chat_template is not None
+    if system is not None and not chat:
+        raise ValueError("--system needs a chat template, and this prompt is continued as it is: drop --system")
+    inputs: list[str | list[int]] = [
+        llm.tokenizer.encode_chat([*_system(system), _message("user", text)]) if chat else text for text in texts
+    ]
+    screen = Screen(show_draft=show_draft)
+    if show_draft and not as_json:
+        screen.legend()
+    if len(inputs) == 1 and params.n == 1 and not as_json:
+        completions = [_stream(llm, inputs[0], params, screen)]
+    else:
+        completions = _batch(llm, texts, inputs, params, screen, as_json)
+    if not as_json:
+        note(stats_line(sum((completion.stats for completion in completions), Stats())))
+    if compare:
+        _compare(
+            llm,
+            inputs,
+            params,
+            completions,
+            exact_text=params.temperature == 0 or model.verify == "coupled",
+            as_json=as_json,
+        )
+
+
+@command
+def chat(
+    *,
+    system: SystemOption = None,
+    model: ModelOptions,
+    sampling: AnswerOptions,
+    show_draft: ShowDraftOption = False,
+) -> None:
+    """Talk with a model. Ctrl-C stops an answer; Ctrl-D or /exit leaves; /help lists the other commands."""
+    from paceline.conversation import Conversation
+    from paceline.terminal import Screen
+
+    params = sampling.params()
+    conversation = Conversation(model.load(), params, Screen(show_draft=show_draft), _system(system))
+    conversation.run()
+
+
+@command
+def pull(
+    name: Annotated[str, typer.Argument(help="A built-in name or a hub id.", show_default=False)],
+) -> None:
+    """Fetch a model, if it is not on this machine yet, and say where it is."""
+    from rich.filesize import decimal
+
+    from paceline.checkpoints.resolve import resolve
+
+    source = resolve(name)
+    typer.echo(f"{source.path} ({decimal(source.size)})")
+
+
+@command
+def info(
+    model: Annotated[str, typer.Argument(help="Named as for generate.", show_default=False)],
+    *,
+    draft: Annotated[str | None, typer.Option(help="Say also whether this model can draft for it.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Describe a model without reading its weights."""
+    from paceline.checkpoints.load import inspect as inspect_model
+    from paceline.terminal import fit_rows, inspection_record, inspection_rows, rows
+
+    found = inspect_model(model)
+    fit = _fit(found, inspect_model(draft)) if draft is not None else None
+    if as_json:
+        typer.echo(json.dumps(inspection_record(found) | ({"draft": fit} if fit else {})))
+        return
+    rows(inspection_rows(found))
+    if fit:
+        rows(fit_rows(fit))
+
+
+def _read_prompts(arguments: list[str], file: Path | None) -> list[str]:
+    if not arguments and file is None:
+        if sys.stdin.isatty():
+            raise ValueError("no prompt: give one as an argument, with --file, or through stdin")
+        arguments = ["-"]
+    prompts = [_text(sys.stdin.buffer.read(), "stdin") if item == "-" else item for item in arguments]
+    if file is None:
+        return prompts
+    text = _text(file.read_bytes(), str(file))
+    if file.suffix != ".jsonl":
+        return [*prompts, text]
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            prompt = json.loads(line)["prompt"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            prompt = None
+        if not isinstance(prompt, str):
+            raise ValueError(f'{file}, line {number}: not of the form {{"prompt": "text"}}')
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"{file} holds no prompt")
+    return prompts
+
+
+def _text(data: bytes, origin: str) -> str:
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{origin} is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from error
+
+
+def _message(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _system(text: str | None) -> list[Message]:
+    return [] if text is None else [_message("system", text)]
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, screen: Screen) -> Completion:
+    completion = None
+    try:
+        for chunk in llm.stream(prompt, params):
+            screen.write((token.provenance.value, token.text) for token in chunk.tokens)
+            completion = chunk.completion
+    finally:
+        screen.end_line()
+    assert completion is not None
+    return completion
+
+
+def _batch(
+    llm: LLM,
+    texts: Sequence[str],
+    inputs: Sequence[str | list[int]],
+    params: SamplingParams,
+    screen: Screen,
+    as_json: bool,
+) -> list[Completion]:
+    """Every completion as soon as it is there: an interruption keeps those that are."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from paceline.terminal import completion_record, note, pieces
+
+    found: dict[int, Completion] = {}
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    # The bar may take over stdout only where that is the terminal too; elsewhere results would land in stderr.
+    bar = Progress(
+        *columns,
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        redirect_stdout=sys.stdout.isatty(),
+    )
+    try:
+        with bar:
+            task = bar.add_task("", total=len(texts))
+            for index, completion in llm.as_completed(inputs, params):
+                for output in completion.outputs:
+                    if as_json:
+                        print(json.dumps(completion_record(index, texts[index], output)), flush=True)
+                        continue
+                    which = f"{index + 1}" if params.n == 1 else f"{index + 1}.{output.index + 1}"
+                    screen.heading(f"[{which}] {texts[index]}")
+                    screen.write(pieces(llm.tokenizer, completion, output))
+                    screen.end_line()
+                found[index] = completion
+                bar.advance(task)
+    except KeyboardInterrupt:
+        note(f"interrupted: {len(found)} of {len(texts)} prompts are finished")
+        raise
+    return [found[index] for index in sorted(found)]
+
+
+def _compare(
+    llm: LLM,
+    inputs: Sequence[str | list[int]],
+    params: SamplingParams,
+    completions: Sequence[Completion],
+    *,
+    exact_text: bool,
+    as_json: bool,
+) -> None:
+    """Run the same once more without drafting. `exact_text`: it has to give the same text, not only the same law."""
+    from paceline.decoding.stats import Stats
+    from paceline.terminal import comparison, comparison_record, note
+
+    note("the same without a draft")
+    llm.draft_tokens = 0
+    seeded = [replace(params, seed=completion.outputs[0].seed) for completion in completions]
+    again = llm.generate(inputs, seeded, progress=sys.stderr.isatty() and len(inputs) > 1)
+    same_text = None
+    if exact_text:
+        both = zip(completions, again, strict=True)
+        same_text = all([o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs] for a, b in both)
+    speculative, plain = (sum((c.stats for c in found), Stats()) for found in (completions, again))
+    if as_json:
+        print(json.dumps(comparison_record(speculative, plain, same_text)), flush=True)
+    else:
+        comparison(speculative, plain, same_text)
+
+
+def _fit(target: Inspection, draft: Inspection) -> dict[str, Any]:
+    """Whether `draft` can draft for `target`."""
+    from paceline.proposers.vocabulary import VocabularyMap
+
+    def size(found: Inspection) -> int:
+        return found.config.vocab_size if found.config else found.tokenizer.vocab_size
+
+    fit = {
+        "name": draft.source.name,
+        "parameters": draft.parameters,
+        "parameter_ratio": draft.parameters / target.parameters,
+        "context": draft.config.context if draft.config else None,
+    }
+    try:
+        vocabulary = VocabularyMap(
+            target.tokenizer.tokens(),
+            draft.tokenizer.tokens(),
+            partial(draft.tokenizer.encode, add_special_tokens=False),
+            target_size=size(target),
+            draft_size=size(draft),
+        )
+    except ValueError as error:
+        return fit | {"fits": False, "reason": str(error)}
+    return fit | {"fits": True, "same_tokens": vocabulary.identical, "share": vocabulary.share}

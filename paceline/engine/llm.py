@@ -1,0 +1,325 @@
+"""`LLM`: a target, a draft and a tokenizer behind the calls people know from vLLM."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+
+from paceline.checkpoints.load import load
+from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
+from paceline.decoding import sequence as decoding
+from paceline.decoding.generate import generate
+from paceline.decoding.round import Batch
+from paceline.engine.outputs import Completion, CompletionOutput, Logprob, StreamChunk
+from paceline.models.adapter import TransformersModel
+from paceline.models.interface import LanguageModel
+from paceline.proposers.base import NoProposer, Proposer
+from paceline.proposers.draft_model import DraftModelProposer
+from paceline.proposers.ngram import NgramProposer
+from paceline.proposers.vocabulary import VocabularyMap
+from paceline.sampling.params import SamplingParams
+from paceline.sampling.sampler import RULES, Sampler
+from paceline.sampling.streams import Stream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """Generates with exactly the target's distribution, faster where the draft is right often enough.
+
+    model: a built-in name ("smollm2-135m"), a folder, a .gguf file, a hub id, or a model in memory: one of ours, or
+        any causal model of transformers (then with `tokenizer`).
+    draft: "auto" (the best for this target), None (plain decoding), "ngram" (prompt lookup), or a model, given in any
+        of the ways of `model`. A draft with another tokenizer proposes the tokens that both know; a draft in memory
+        without `draft_tokenizer` has the target's.
+    draft_tokens: K, how many tokens a round drafts at most; 0 is plain decoding.
+    verify: "token" (the paper's rule), "block" (at least as many tokens a round), "coupled" (the text depends on target
+        and seed alone, whatever the draft).
+    dtype: "auto" (what the file holds; float32 for quantized GGUF files), "float32", "bfloat16" or "float16".
+    device: "auto", "cpu", "cuda", ...
+    threads: CPU threads of torch; None leaves its own choice.
+    max_num_seqs: completions that run at once.
+
+    Raises ValueError for a model, draft or option that cannot be used, and says what can.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LanguageModel | PreTrainedModel,
+        draft: str | Path | LanguageModel | PreTrainedModel | None = "auto",
+        *,
+        draft_tokens: int = 4,
+        verify: Literal["token", "block", "coupled"] = "token",
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        max_num_seqs: int = 8,
+        tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
+        draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        for name, value, least in (("draft_tokens", draft_tokens, 0), ("max_num_seqs", max_num_seqs, 1)):
+            if value < least:
+                raise ValueError(f"{name} is {value}, it must be at least {least}")
+        if verify not in RULES:
+            raise ValueError(f"verify is {verify!r}, it must be one of {', '.join(RULES)}")
+        if threads is not None:
+            if threads < 1:
+                raise ValueError(f"threads is {threads}, it must be at least 1, or None for torch's own choice")
+            torch.set_num_threads(threads)
+        self._rule = RULES[verify]
+        self._max_num_seqs = max_num_seqs
+        self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, dtype, device)
+        self.draft_tokens = draft_tokens
+        self._new_proposer = self._proposers(draft, draft_tokenizer, dtype)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """One result per prompt, in order. A prompt is a string or a list of token ids; `params` is one for all, or one
+        for each. `progress` shows a bar on stderr."""
+        found: dict[int, Completion] = {}
+        for index, completion in self.as_completed(prompts, params, progress=progress):
+            found[index] = completion
+        return [found[index] for index in sorted(found)]
+
+    def as_completed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> Iterator[tuple[int, Completion]]:
+        """(index of the prompt, its result), each as soon as it is there: what has come survives an interruption."""
+        jobs = self._jobs(_as_list(prompts), params)
+        return self._finish(jobs, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """`generate` behind the model's chat template. `messages` is a conversation (a list of {"role", "content"}) or
+        a list of conversations."""
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
+        return self.generate(prompts, params, progress=progress)
+
+    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Text as soon as it is certain, for one prompt or one conversation (a list of messages). The last chunk
+        carries the whole result. The iterator may be closed, or dropped, at any point."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"n is {params.n}, a stream carries 1 completion: use generate for more")
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            prompt = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
+        (job,) = self._jobs([prompt], params)  # type: ignore[list-item]
+        return self._stream(job)
+
+    def _stream(self, job: _Job) -> Iterator[StreamChunk]:
+        for sequence in generate(self._batch([job]), job.sequences):
+            tokens, ended = sequence.take(), sequence.finish_reason is not None
+            if tokens or ended:
+                text = "".join(token.text for token in tokens)
+                yield StreamChunk(text=text, tokens=tokens, completion=job.completion() if ended else None)
+
+    def _finish(self, jobs: list[_Job], progress: bool) -> Iterator[tuple[int, Completion]]:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        job_of = {id(sequence): index for index, job in enumerate(jobs) for sequence in job.sequences}
+        unfinished = [len(job.sequences) for job in jobs]
+        # The bar may take over stdout only where that is a terminal too: results that are piped stay there.
+        console = Console(stderr=True)
+        with Progress(*columns, console=console, disable=not progress, redirect_stdout=sys.stdout.isatty()) as bar:
+            task = bar.add_task("generating", total=len(job_of))
+            for sequence in generate(self._batch(jobs), [s for job in jobs for s in job.sequences]):
+                if sequence.finish_reason is None:
+                    continue
+                bar.advance(task)
+                index = job_of[id(sequence)]
+                unfinished[index] -= 1
+                if not unfinished[index]:
+                    yield index, jobs[index].completion()
+
+    def _batch(self, jobs: list[_Job]) -> Batch:
+        sequences = [sequence for job in jobs for sequence in job.sequences]
+        slots = max(1, min(self._max_num_seqs, len(sequences)))
+        # The last token of a sequence is never processed.
+        capacity = max((sequence.limit for sequence in sequences), default=2) - 1
+        return Batch(
+            self.target,
+            self._new_proposer(slots, capacity),
+            draft_tokens=self.draft_tokens,
+            slots=slots,
+            capacity=capacity,
+        )
+
+    def _jobs(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Job]:
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling params for {len(prompts)} prompts: give one, or one for each")
+        return [self._job(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+
+    def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
+        params.check_vocabulary(self.target.vocab_size)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        context = self.target.context
+        if not ids:
+            raise ValueError("the prompt has 0 tokens, it must have 1 at least: this tokenizer adds none by itself")
+        if len(ids) >= context:
+            raise ValueError(
+                f"the prompt has {len(ids)} tokens, at most {context - 1} leave room for an answer in the model's "
+                f"context of {context}: shorten it"
+            )
+        for token in ids:
+            if not 0 <= token < self.target.vocab_size:
+                raise ValueError(
+                    f"the prompt holds token id {token}, ids end at {self.target.vocab_size - 1}: "
+                    "was it made with another tokenizer?"
+                )
+        ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.eos_ids)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        limit = context if params.max_tokens is None else min(context, len(ids) + params.max_tokens)
+        sequences = [
+            decoding.Sequence(
+                ids,
+                Sampler(
+                    params=params,
+                    rule=self._rule,
+                    stream=Stream(seed, sample),
+                    prompt_length=len(ids),
+                    end_ids=ends,
+                ),
+                limit=limit,
+                detokenizer=self.tokenizer.detokenizer(ids, skip_special_tokens=params.skip_special_tokens),
+            )
+            for sample in range(params.n)
+        ]
+        return _Job(prompt if isinstance(prompt, str) else None, ids, sequences, self.tokenizer)
+
+    def _proposers(
+        self,
+        draft: str | Path | LanguageModel | PreTrainedModel | None,
+        draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
+        dtype: str,
+    ) -> Callable[[int, int], Proposer]:
+        """(slots, capacity) -> the proposer of one run."""
+        if draft is None:
+            return lambda slots, capacity: NoProposer()
+        if draft in ("auto", "ngram"):
+            return lambda slots, capacity: NgramProposer(self.target.vocab_size, self.target.device)
+        drafting = _loaded(draft, draft_tokenizer or self.tokenizer, dtype, str(self.target.device))
+        vocabulary = VocabularyMap(
+            self.tokenizer.tokens(),
+            drafting.tokenizer.tokens(),
+            partial(drafting.tokenizer.encode, add_special_tokens=False),
+            target_size=self.target.vocab_size,
+            draft_size=drafting.model.vocab_size,
+            device=self.target.device,
+        )
+        if not vocabulary.identical:
+            self.notes = (*self.notes, f"the draft can propose {vocabulary.share:.0%} of the target's tokens")
+        return lambda slots, capacity: DraftModelProposer(drafting.model, vocabulary, slots=slots, capacity=capacity)
+
+
+class _Job:
+    """One prompt and its n sequences."""
+
+    def __init__(
+        self, prompt: str | None, ids: list[int], sequences: list[decoding.Sequence], tokenizer: Tokenizer
+    ) -> None:
+        self.prompt, self.ids, self.sequences, self.tokenizer = prompt, ids, sequences, tokenizer
+
+    def completion(self) -> Completion:
+        of_prompt = self.sequences[0].prompt_logprobs
+        wanted = self.sequences[0].sampler.params.prompt_logprobs is not None
+        return Completion(
+            prompt=self.prompt,
+            prompt_token_ids=self.ids,
+            prompt_logprobs=[
+                self._logprobs(token, found) if found else None
+                for token, found in zip(self.ids, of_prompt, strict=True)
+            ]
+            if wanted
+            else None,
+            outputs=[self._output(index, sequence) for index, sequence in enumerate(self.sequences)],
+        )
+
+    def _output(self, index: int, sequence: decoding.Sequence) -> CompletionOutput:
+        assert sequence.finish_reason is not None
+        logprobs = [self._logprobs(token.id, token.logprobs) for token in sequence.output if token.logprobs]
+        wanted = sequence.sampler.params.logprobs is not None
+        return CompletionOutput(
+            index=index,
+            text="".join(token.text for token in sequence.output),
+            token_ids=[token.id for token in sequence.output],
+            provenance=[token.provenance for token in sequence.output],
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            logprobs=logprobs if wanted else None,
+            cumulative_logprob=sum(t.logprobs.logprob for t in sequence.output if t.logprobs) if wanted else None,
+            seed=sequence.sampler.stream.seed,
+            stats=sequence.stats,
+        )
+
+    def _logprobs(self, token: int, found: decoding.TokenLogprobs) -> dict[int, Logprob]:
+        """vLLM's shape: the most probable tokens by id, with the token itself among them."""
+        spell = lambda i: self.tokenizer.token_bytes(i).decode("utf-8", errors="replace")  # noqa: E731
+        entries = {i: Logprob(value, rank, spell(i)) for rank, (i, value) in enumerate(found.top, start=1)}
+        return entries | {token: Logprob(found.logprob, found.rank, spell(token))}
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+class _Loaded(NamedTuple):
+    model: LanguageModel
+    tokenizer: Tokenizer
+    eos_ids: frozenset[int]
+    notes: tuple[str, ...]
+
+
+def _loaded(
+    model: str | Path | LanguageModel | PreTrainedModel,
+    tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
+    dtype: str,
+    device: str,
+) -> _Loaded:
+    """Load by name, or take what is in memory (then as it is: `dtype` and `device` are its own)."""
+    if isinstance(model, (str, Path)):
+        found = load(str(model), dtype=dtype, device=device)
+        return _Loaded(found.model, found.tokenizer, found.eos_ids, found.notes)
+    if tokenizer is None:
+        raise ValueError("a model in memory needs its tokenizer: pass tokenizer=")
+    if not isinstance(tokenizer, Tokenizer):
+        tokenizer = Tokenizer.from_transformers(tokenizer)
+    if isinstance(model, LanguageModel):
+        return _Loaded(model, tokenizer, eos_ids(tokenizer, {}, {}), ())
+    generation = model.generation_config
+    ends = eos_ids(tokenizer, model.config.to_dict(), generation.to_dict() if generation else {})
+    return _Loaded(TransformersModel(model), tokenizer, ends, ())

@@ -1,0 +1,139 @@
+"""The flags that commands share, as dataclasses: each field is one option, with its name, type, default and help.
+
+Says what can be asked for and turns it into the package's own objects; knows no command. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
+
+import typer
+
+from paceline.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.engine.llm import LLM
+
+
+def flattened(function: Callable[..., None]) -> Callable[..., None]:
+    """`function` with the fields of its dataclass parameters for parameters, as typer reads signatures."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, type] = {}
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        group = hints[name]
+        if not is_dataclass(group):
+            parameters.append(parameter.replace(annotation=group))
+            continue
+        assert isinstance(group, type)
+        groups[name] = group
+        types = get_type_hints(group, include_extras=True)
+        parameters += [
+            inspect.Parameter(field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
+            for field in fields(group)
+        ]
+
+    @wraps(function)
+    def flat(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        function(**given)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def _in(panel: str) -> Callable[..., Any]:
+    return lambda help, *names: typer.Option(*names, help=help, rich_help_panel=panel)
+
+
+_model, _sampling, _output = _in("Model"), _in("Sampling"), _in("Output")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """What runs, and how it is sped up."""
+
+    model: Annotated[str, _model("A built-in name, a folder, a .gguf file, or a hub id (org/name).")] = "smollm2-135m"
+    draft: Annotated[
+        str,
+        _model("Where drafted tokens come from: auto, none, ngram (prompt lookup), or a model, named as --model."),
+    ] = "auto"
+    draft_tokens: Annotated[
+        int, _model("Tokens drafted a round at most; 0 is plain decoding.", "--draft-tokens", "-k")
+    ] = 4
+    verify: Annotated[
+        Literal["token", "block", "coupled"],
+        _model("Verification rule. coupled: the text depends on model and seed alone, whatever the draft."),
+    ] = "token"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        _model("What the weights run in; auto keeps the file's."),
+    ] = "auto"
+    device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
+    threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
+
+    def load(self) -> LLM:
+        from paceline import terminal
+        from paceline.engine.llm import LLM
+
+        if sys.stderr.isatty():
+            terminal.note(f"loading {self.model}")
+        draft = None if self.draft == "none" else self.draft
+        options = {name: value for name, value in asdict(self).items() if name not in ("model", "draft")}
+        llm = LLM(self.model, draft, **options)
+        for text in llm.notes:
+            terminal.note(text)
+        return llm
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """vLLM's names and meanings; each is checked by `SamplingParams`."""
+
+    temperature: Annotated[float, _sampling("0 is greedy.")] = 1.0
+    top_p: Annotated[float, _sampling("Keep the most probable tokens that together reach this mass.")] = 1.0
+    top_k: Annotated[int, _sampling("Keep this many of the most probable tokens; 0 keeps all.")] = 0
+    min_p: Annotated[float, _sampling("Drop tokens below this fraction of the most probable one.")] = 0.0
+    repetition_penalty: Annotated[float, _sampling("Above 1 makes repeating prompt or output less probable.")] = 1.0
+    presence_penalty: Annotated[float, _sampling("Subtracted from the logit of every token in the output.")] = 0.0
+    frequency_penalty: Annotated[float, _sampling("The same, once for each time it is there.")] = 0.0
+    seed: Annotated[int | None, _sampling("Makes a run repeatable; a new one each time if not given.")] = None
+    stop: Annotated[list[str] | None, _sampling("Ends the output where this text appears; may be repeated.")] = None
+    max_tokens: Annotated[int, _sampling("Longest output.")] = 256
+    min_tokens: Annotated[int, _sampling("Nothing ends the output before this many tokens.")] = 0
+    ignore_eos: Annotated[bool, _sampling("Go on past the end-of-sequence token.", "--ignore-eos")] = False
+
+    def params(self) -> SamplingParams:
+        return SamplingParams(**asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions(SamplingOptions):
+    n: Annotated[int, _sampling("Completions of each prompt.")] = 1
+    logprobs: Annotated[
+        int | None, _sampling("Report each token's log-probability and those of this many others; needs --json.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions(SamplingOptions):
+    max_tokens: Annotated[int, _sampling("Longest answer.")] = 1024
+
+
+SystemOption = Annotated[str | None, typer.Option(help="The system message, ahead of the conversation.")]
+ShowDraftOption = Annotated[
+    bool,
+    _output("Mark each token by where it came from, in colours or, where there are none, brackets.", "--show-draft"),
+]
+JsonLinesOption = Annotated[bool, _output("One JSON object a line for each completion, as it finishes.", "--json")]
+JsonOption = Annotated[bool, _output("Write JSON, for scripts.", "--json")]
+CompareOption = Annotated[
+    bool, _output("Then run the same prompts without a draft, and show both speeds.", "--compare")
+]

@@ -1,0 +1,180 @@
+"""SmolLM2-135M in float32 through the public interface: speculation changes nothing but the time."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from paceline import LLM, SamplingParams, load
+from paceline.checkpoints.load import Checkpoint
+from paceline.models.decoder import Decoder
+from paceline.models.interface import Chunk
+from paceline.proposers.draft_model import DraftModelProposer
+from paceline.sampling import rejection
+from paceline.sampling.sampler import RULES, Rule
+from tests.decoding.test_round import accept_everything, shared_noise_propose
+
+pytestmark = [pytest.mark.model, pytest.mark.usefixtures("real_threads")]
+
+PROMPTS = [
+    "def fibonacci(n):\n",
+    "The capital of France is",
+    "1, 2, 3, 4, 5,",
+    "Once upon a time, in a small village by the sea, there lived an old fisherman who",
+    "{'name': 'Ada', 'age': 36}, {'name': 'Grace', 'age': 45}, {'name':",
+    "Q: Why is the sky blue?\nA:",
+    "La pluie tombe sur",
+    "import numpy as np\nx = np.zeros((3, 3))\nx[0, 0] = 1\nx[1, 1] = 1\nx[",
+]
+LENGTHS = [20, 7, 16, 12, 20, 9, 14, 20]
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return load("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def drafts(checkpoint: Checkpoint) -> dict[str, Any]:
+    assert isinstance(checkpoint.model, Decoder)
+    return {
+        "layer cut": checkpoint.model.cut((0, 1, 28, 29)),
+        "ngram": "ngram",
+        "bad": checkpoint.model.cut((7,)),
+    }
+
+
+def llm(checkpoint: Checkpoint, draft: Any, **options: Any) -> LLM:
+    return LLM(checkpoint.model, draft, tokenizer=checkpoint.tokenizer, **options)
+
+
+def texts(model: LLM, prompts: list[str], params: list[SamplingParams]) -> list[list[int]]:
+    return [completion.token_ids for completion in model.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Checkpoint) -> Callable[[str], list[list[int]]]:
+    """Plain decoding, each prompt alone: what every other way has to equal."""
+    found: dict[str, list[list[int]]] = {}
+
+    def decode(verify: str) -> list[list[int]]:
+        if verify not in found:
+            model = llm(checkpoint, None, verify=verify, max_num_seqs=1)
+            found[verify] = texts(model, PROMPTS, params(verify))
+        return found[verify]
+
+    return decode
+
+
+def params(verify: str) -> list[SamplingParams]:
+    sampled = {"temperature": 0.8, "top_p": 0.95} if verify == "coupled" else {"temperature": 0.0}
+    return [SamplingParams(max_tokens=n, seed=i, **sampled) for i, n in enumerate(LENGTHS)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 7])
+@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad"])
+def test_greedy_tokens_are_the_same_for_every_k_draft_and_batch(
+    checkpoint: Checkpoint, drafts: dict[str, Any], plain: Callable[[str], list[list[int]]], name: str, k: int
+) -> None:
+    # Eight at once; three at once, sequences entering as others leave; alone.
+    for slots, count in ((8, 8), (3, 8), (1, 2)):
+        model = llm(checkpoint, drafts[name], draft_tokens=k, max_num_seqs=slots)
+        assert texts(model, PROMPTS[:count], params("token")[:count]) == plain("token")[:count], slots
+
+
+def test_greedy_batches_without_a_draft_equal_single_decoding(
+    checkpoint: Checkpoint, plain: Callable[[str], list[list[int]]]
+) -> None:
+    for slots in (3, 8):
+        assert texts(llm(checkpoint, None, max_num_seqs=slots), PROMPTS, params("token")) == plain("token")
+
+
+@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad"])
+def test_coupled_sampling_gives_the_same_text_for_every_draft(
+    checkpoint: Checkpoint, drafts: dict[str, Any], plain: Callable[[str], list[list[int]]], name: str
+) -> None:
+    for k, slots in ((4, 8), (1, 3)):
+        model = llm(checkpoint, drafts[name], draft_tokens=k, max_num_seqs=slots, verify="coupled")
+        assert texts(model, PROMPTS, params("coupled")) == plain("coupled")
+
+
+def test_a_request_with_a_seed_gives_the_same_text_alone_and_among_seven_others(checkpoint: Checkpoint) -> None:
+    for verify in ("token", "block"):
+        asked = [SamplingParams(max_tokens=10, seed=100 + i, temperature=0.9, top_p=0.9) for i in range(8)]
+        together = texts(llm(checkpoint, "ngram", verify=verify), PROMPTS, asked)
+        for i in (0, 2, 4):
+            assert (
+                texts(llm(checkpoint, "ngram", verify=verify), PROMPTS[i : i + 1], asked[i : i + 1])[0] == together[i]
+            )
+
+
+# ---- the distribution, on the real model ----
+
+TOP, RUNS = 3, 576
+# Weissman et al. 2003 at 1e-9, for the nine outcomes of two tokens under top_k = 3
+BOUND = float(np.sqrt(2 * (TOP**2 * np.log(2) + np.log(1e9)) / RUNS))
+SEED_PROMPT = "The weather today is"
+
+
+def distribution(model: Decoder, ids: list[int]) -> dict[tuple[int, int], float]:
+    """Of the second and third generated tokens, summed over the first: the model's own logits, top 3, T = 1."""
+
+    def top(tokens: list[int]) -> list[tuple[int, float]]:
+        (logits,) = model([Chunk(0, tokens)], model.new_cache(1, 64)).logits
+        values, found = logits[0].double().topk(TOP)
+        return list(zip(found.tolist(), values.softmax(-1).tolist(), strict=True))
+
+    total: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for first, p1 in top(ids):
+        for second, p2 in top([*ids, first]):
+            for third, p3 in top([*ids, first, second]):
+                total[second, third] += p1 * p2 * p3
+    return dict(total)
+
+
+def gap(checkpoint: Checkpoint) -> float:
+    """L1 distance of the second and third tokens of many completions from the model's own distribution."""
+    target = checkpoint.model
+    assert isinstance(target, Decoder)
+    # Most of the target's own layers: alike enough for acceptance and rejection both to matter.
+    model = llm(checkpoint, target.cut([*range(24), 29]), draft_tokens=2, max_num_seqs=96)
+    asked = SamplingParams(max_tokens=4, top_k=TOP, seed=11, n=RUNS, ignore_eos=True)
+    (completion,) = model.generate(SEED_PROMPT, asked)
+    counts = Counter((output.token_ids[1], output.token_ids[2]) for output in completion.outputs)
+    expected = distribution(target, completion.prompt_token_ids)
+    return sum(abs(counts[pair] / RUNS - expected.get(pair, 0.0)) for pair in {*counts, *expected})
+
+
+def test_sampled_tokens_follow_the_targets_distribution(checkpoint: Checkpoint) -> None:
+    assert gap(checkpoint) < BOUND
+
+
+def test_the_statistical_test_catches_accepting_everything(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, "token", Rule(rejection.propose, accept_everything))
+    assert gap(checkpoint) > BOUND
+
+
+def test_the_statistical_test_catches_a_raw_q(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ratio taken against the draft's softmax before top_k, which its tokens were not drawn from."""
+    grow = DraftModelProposer._grow
+
+    def grow_raw(self: DraftModelProposer, g: Any, logits_1D: torch.Tensor) -> None:
+        grow(self, g, logits_1D)
+        g.probs[-1] = self.vocabulary.to_target(logits_1D).softmax(-1)
+
+    monkeypatch.setattr(DraftModelProposer, "_grow", grow_raw)
+    assert gap(checkpoint) > BOUND
+
+
+def test_the_statistical_test_catches_noise_shared_by_proposal_and_acceptance(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(RULES, "token", Rule(shared_noise_propose, rejection.verify))
+    assert gap(checkpoint) > BOUND
