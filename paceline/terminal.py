@@ -119,7 +119,7 @@ def complain(error: Exception) -> None:
 
 def stats_line(stats: Stats) -> str:
     parts = [
-        f"{stats.output_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s"
+        f"{stats.output_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s{' each' * (stats.completions > 1)}"
         f" after {stats.prompt_tokens} prompt tokens ({stats.prefill_s:.2f} s)"
     ]
     if stats.drafts:
@@ -176,7 +176,7 @@ def comparison(speculative: Stats, plain: Stats, same_text: bool | None) -> None
             name,
             str(stats.output_tokens),
             f"{stats.tokens_per_second:.1f}",
-            f"{(stats.output_tokens - 1) / rounds:.2f}",
+            f"{(stats.output_tokens - stats.completions) / rounds:.2f}",
             f"{1000 * stats.decode_s / rounds:.1f}",
         )
     verdict = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ PROMPTS = [
     "La pluie tombe sur",
     "import numpy as np\nx = np.zeros((3, 3))\nx[0, 0] = 1\nx[1, 1] = 1\nx[",
 ]
-LENGTHS = [20, 7, 16, 12, 20, 9, 14, 20]
+LENGTHS = [14, 5, 11, 8, 14, 6, 9, 12]
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +116,9 @@ def test_a_request_with_a_seed_gives_the_same_text_alone_and_among_seven_others(
 
 # ---- the distribution, on the real model ----
 
-TOP, RUNS = 3, 576
-# Weissman et al. 2003 at 1e-9, for the nine outcomes of two tokens under top_k = 3
-BOUND = float(np.sqrt(2 * (TOP**2 * np.log(2) + np.log(1e9)) / RUNS))
+TOP, RUNS = 3, 256
+# Weissman et al. 2003 at 1e-6, for the nine outcomes of two tokens under top_k = 3
+BOUND = float(np.sqrt(2 * (TOP**2 * np.log(2) + np.log(1e6)) / RUNS))
 SEED_PROMPT = "The weather today is"
 
 
@@ -141,8 +142,11 @@ def gap(checkpoint: Checkpoint) -> float:
     """L1 distance of the second and third tokens of many completions from the model's own distribution."""
     target = checkpoint.model
     assert isinstance(target, Decoder)
-    # Most of the target's own layers: alike enough for acceptance and rejection both to matter.
-    model = llm(checkpoint, target.cut([*range(24), 29]), draft_tokens=2, max_num_seqs=96)
+    # The target itself with flatter logits: mostly the same three tokens, with other probabilities.
+    draft = target.cut(range(target.config.num_layers))
+    draft.norm = deepcopy(target.norm)
+    draft.norm.weight.mul_(0.2)
+    model = llm(checkpoint, draft, draft_tokens=2, max_num_seqs=64)
     asked = SamplingParams(max_tokens=4, top_k=TOP, seed=11, n=RUNS, ignore_eos=True)
     (completion,) = model.generate(SEED_PROMPT, asked)
     counts = Counter((output.token_ids[1], output.token_ids[2]) for output in completion.outputs)
