@@ -13,7 +13,7 @@ demo: $(VENV)/ready
 	$(BIN)/paceline pull smollm2-135m
 	@echo "== SmolLM2-135M answers; tokens that were drafted and kept are marked =="
 	$(BIN)/paceline generate --model smollm2-135m --show-draft --compare --temperature 0 --max-tokens 120 \
-	  "Write a Python function that returns the n-th Fibonacci number, then show how to call it for n from 1 to 5."
+	  "Write a Python function that merges two sorted lists into one sorted list, with a docstring."
 
 test: $(VENV)/ready lint
 	$(BIN)/pytest

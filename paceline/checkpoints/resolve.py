@@ -98,17 +98,6 @@ def resolve(name: str, *, progress: bool = True) -> Source:
     )
 
 
-def pull(name: str, *, progress: bool = True) -> Source:
-    """Fetch a model if it is not on this machine yet, and say on stderr where it is."""
-    from rich.console import Console
-    from rich.filesize import decimal
-
-    source = resolve(name, progress=progress)
-    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    console.print(f"{name}: {source.path} ({decimal(source.size)})")
-    return source
-
-
 def cache_folder() -> Path:
     """Where built-in models are kept: $PACELINE_CACHE, or the user's cache folder."""
     from platformdirs import user_cache_dir

@@ -126,9 +126,10 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"n is {params.n}, a stream carries 1 completion: use generate for more")
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
-            prompt = self.tokenizer.encode_chat(prompt)  # type: ignore[arg-type]
-        (job,) = self._jobs([prompt], params)  # type: ignore[list-item]
+        asked: Any = prompt
+        if not isinstance(asked, str) and asked and isinstance(asked[0], Mapping):
+            asked = self.tokenizer.encode_chat(asked)
+        (job,) = self._jobs([asked], params)
         return self._stream(job)
 
     def _stream(self, job: _Job) -> Iterator[StreamChunk]:
@@ -284,17 +285,18 @@ class _Job:
 
     def _logprobs(self, token: int, found: decoding.TokenLogprobs) -> dict[int, Logprob]:
         """vLLM's shape: the most probable tokens by id, with the token itself among them."""
-        spell = lambda i: self.tokenizer.token_bytes(i).decode("utf-8", errors="replace")  # noqa: E731
-        entries = {i: Logprob(value, rank, spell(i)) for rank, (i, value) in enumerate(found.top, start=1)}
-        return entries | {token: Logprob(found.logprob, found.rank, spell(token))}
+        most_probable = [(i, value, rank) for rank, (i, value) in enumerate(found.top, start=1)]
+        return {
+            i: Logprob(value, rank, self.tokenizer.token_bytes(i).decode("utf-8", errors="replace"))
+            for i, value, rank in [*most_probable, (token, found.logprob, found.rank)]
+        }
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+def _as_list(prompts: Any) -> list[Prompt]:
+    """One prompt, or several: a list of integers is one prompt."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    return list(prompts)
 
 
 class _Loaded(NamedTuple):

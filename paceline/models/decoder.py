@@ -35,8 +35,8 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 FEW_ROWS = 16
-"""Up to here a chunk's query heads that share keys are scored as rows of one product (twice as fast at T = 5 on CPU);
-beyond, that would only multiply the mask by G."""
+"""As many as a draft may bring along. Up to here a chunk's query heads that share keys are scored as rows of one
+product (twice as fast at T = 5 on CPU); beyond, that would only multiply the mask by G."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,14 +66,27 @@ class Norm(nn.Module):
         return F.rms_norm(x.float(), self.size, self.weight, self.eps).to(x.dtype)
 
 
+class Linear(nn.Linear):
+    def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
+        return product(x_NI, self.weight, self.bias)
+
+
+def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + b. A few rows on a CPU are multiplied from the other side, W x^T: as fast or up to a third faster."""
+    if 1 < x_NI.shape[0] <= FEW_ROWS and x_NI.dtype == torch.float32 and x_NI.device.type == "cpu":
+        y_NO = torch.mm(weight_OI, x_NI.t()).t()
+        return y_NO if bias_O is None else y_NO + bias_O
+    return F.linear(x_NI, weight_OI, bias_O)
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = nn.Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v = nn.Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.output = nn.Linear(q_size, config.hidden_size, bias=config.output_bias)
+        self.q = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
+        self.k = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.v = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.head_dim = config.head_dim
@@ -139,9 +152,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.up = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
-        self.down = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.gate = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x_NH: torch.Tensor) -> torch.Tensor:
@@ -190,7 +203,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=embedding_VH)
         self.layers = nn.ModuleList(Block(config) for _ in config.layers)
         self.norm = Norm(config.hidden_size, config.norm_eps)
-        self.head = None if config.tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
         # Angles and masks are computed once in a pass for each distinct rope and window, not for each layer.
         self._ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
         self._windows = list(dict.fromkeys(layer.window for layer in config.layers))
@@ -315,7 +328,7 @@ class Decoder(nn.Module):
             stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             rows = [row for stop, count in zip(stops, outputs, strict=True) for row in range(stop - count, stop)]
             x_NH = x_NH[torch.tensor(rows, dtype=torch.long, device=self.device)]
-        logits_OV = (F.linear(x_NH, self.embedding.weight) if self.head is None else self.head(x_NH)).float()
+        logits_OV = (product(x_NH, self.embedding.weight) if self.head is None else self.head(x_NH)).float()
         if self.config.logit_softcap is not None:
             logits_OV = self.config.logit_softcap * torch.tanh(logits_OV / self.config.logit_softcap)
         cache.commit(ends)

@@ -16,7 +16,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from paceline.checkpoints.gguf_file import read_gguf
-from paceline.checkpoints.resolve import BUILTINS, Builtin, Source, pull, resolve
+from paceline.checkpoints.resolve import BUILTINS, Builtin, Source, resolve
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4000
 TOY = Builtin(
@@ -219,9 +219,6 @@ def test_progress_is_one_line_where_there_is_no_terminal(
     assert err == "fetching toy (20.0 kB)\n"
     resolve("toy")
     assert capfd.readouterr() == ("", "")
-    assert pull("toy") == resolve("toy")
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", f"toy: {cache / 'toy' / '1.2' / 'toy.gguf'} (1.0 MB)\n")
 
 
 def test_progress_is_a_bar_on_a_terminal(
