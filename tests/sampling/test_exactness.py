@@ -3,7 +3,8 @@
 For a ratio rule the emitted sequence of a round is followed by the target itself up to K + 1 tokens, and the joint
 distribution over all V^(K+1) sequences is compared with the target's. The uniforms enter `decide` only through
 comparisons with a threshold h that depends on the block alone, so two values of each uniform, just below h and just
-above it, with the weights h and 1 - h, enumerate them all.
+above it, with the weights h and 1 - h, enumerate them all. For coupled verification the outcomes are who wins each
+race on either side; their probabilities have a closed form, and noise inside each outcome's region stands for it.
 """
 
 from __future__ import annotations
@@ -128,6 +129,92 @@ def test_the_enumeration_catches_a_faulty_rule(fault: str) -> None:
     p, q = Table(3, 3, 1).row, Table(3, 3, 2).row
     joint, _ = enumerate_round(decide, rejection.thresholds, 3, 2, p, q)
     assert np.abs(joint - target_joint(3, 3, p)).max() > 1e-3
+
+
+class Noise(Stream):
+    """Exponential noise by position, as the uniforms it comes from."""
+
+    def __init__(self, noise: Sequence[Vector]) -> None:
+        object.__setattr__(self, "noise", noise)
+
+    def uniforms(self, purpose: Purpose, position: int, anchor: int, count: int) -> Vector:
+        return -np.expm1(-self.noise[position])  # type: ignore[attr-defined]
+
+
+def races(p: Vector, q: Vector) -> dict[tuple[int, int], tuple[float, Vector]]:
+    """(the target's winner i, the draft's winner j) -> its probability under shared noise, and noise that gives it.
+
+    i wins for p and j for q iff every E_k >= max(E_i p_k / p_i, E_j q_k / q_j). With t = E_j / E_i that integrates to
+    the integral of (1 + t + sum over the others of max(p_k / p_i, t q_k / q_j))^-2 over p_j / p_i <= t <= q_j / q_i.
+    """
+    found: dict[tuple[int, int], tuple[float, Vector]] = {}
+    for i, j in itertools.product(np.flatnonzero(p).tolist(), np.flatnonzero(q).tolist()):
+        if i == j:
+            least = np.maximum(p / p[i], q / q[i])
+            found[i, i] = (1 / least.sum(), _noise(least, {i: 1.0}))
+            continue
+        low, high = p[j] / p[i], q[j] / q[i] if q[i] else np.inf
+        others = [k for k in range(len(p)) if k not in (i, j)]
+        kinks = [p[k] / p[i] * q[j] / q[k] for k in others if q[k]]
+        edges = [low, *sorted(t for t in kinks if low < t < high), high]
+        probability = 0.0
+        for start, stop in itertools.pairwise(edges):
+            if stop <= start:
+                continue
+            middle = start + 1 if stop == np.inf else (start + stop) / 2
+            late = [k for k in others if middle * q[k] / q[j] > p[k] / p[i]]
+            at = 1 + sum(p[k] / p[i] for k in others if k not in late)
+            slope = 1 + sum(q[k] / q[j] for k in late)
+            there = 0.0 if stop == np.inf else 1 / (at + slope * stop)
+            probability += (1 / (at + slope * start) - there) / slope
+        if probability > 0:
+            t = low + 1 if high == np.inf else (low + high) / 2
+            found[i, j] = (probability, _noise(np.maximum(p / p[i], t * q / q[j]), {i: 1.0, j: t}))
+    return found
+
+
+def _noise(least: Vector, winners: dict[int, float]) -> Vector:
+    noise = least * 1.01 + 1e-9
+    for k, value in winners.items():
+        noise[k] = value
+    return noise * (0.01 / noise.max())
+
+
+def enumerate_coupled(size: int, k: int, p: Row, q: Row) -> Vector:
+    """As `enumerate_round`: every outcome of the shared races, with its probability, through propose and verify."""
+    joint = np.zeros((size,) * (k + 1))
+
+    def play(noise: list[Vector], winners: list[tuple[int, int]], weight: float) -> None:
+        stream, tokens = Noise([*noise, *[np.ones(size)] * (k + 1 - len(noise))]), list[int]()
+        for i in range(k):
+            tokens.append(coupled.propose(torch.from_numpy(q(tokens)), stream, i, 0))
+        assert tokens[: len(winners)] == [j for _, j in winners][:k]
+        p_SV = torch.from_numpy(np.array([p(tokens[:i]) for i in range(k + 1)]))
+        verdict = coupled.verify(p_SV, Draft(tuple(tokens), torch.zeros(k, size)), stream, 0)
+        emitted = (*tokens[: verdict.accepted], verdict.token)
+        assert emitted == tuple(i for i, _ in winners)
+        _continue_with(joint, p, emitted, weight)
+
+    def extend(noise: list[Vector], winners: list[tuple[int, int]], weight: float) -> None:
+        """The round goes on where both chose the same."""
+        prefix = [i for i, _ in winners]
+        if len(winners) == k:
+            row = p(prefix)
+            for i in np.flatnonzero(row).tolist():
+                play([*noise, _noise(row / row[i], {i: 1.0})], [*winners, (i, -1)], weight * row[i])
+            return
+        for (i, j), (probability, example) in races(p(prefix), q(prefix)).items():
+            go_on = extend if i == j else play
+            go_on([*noise, example], [*winners, (i, j)], weight * probability)
+
+    extend([], [], 1.0)
+    return joint
+
+
+def test_coupled_verification_keeps_the_target_exactly() -> None:
+    for size, k, p, q in cases(200):
+        joint = enumerate_coupled(size, k, p, q)
+        assert np.abs(joint - target_joint(size, k + 1, p)).max() < 1e-12, (size, k)
 
 
 def test_coupled_verification_emits_the_targets_own_choices_whatever_the_draft() -> None:
