@@ -45,6 +45,7 @@ def main(
     temperature: float = 0.0,
     draft_tokens: int = 4,
     threads: Annotated[int | None, typer.Option()] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Of the drafts, these alone; may be repeated.")] = None,
 ) -> None:
     target = LLM(model, None, threads=threads)
     assert isinstance(target.target, Decoder)
@@ -59,6 +60,7 @@ def main(
     llms = {
         name: LLM(target.target, draft, tokenizer=target.tokenizer, draft_tokens=draft_tokens)
         for name, draft in drafts.items()
+        if name == "plain" or not only or name in only
     }
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=1)
     for llm in llms.values():  # warm up
