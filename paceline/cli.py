@@ -10,6 +10,7 @@ import io
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -276,24 +277,12 @@ def _batch(
     as_json: bool,
 ) -> list[Completion]:
     """Every completion as soon as it is there: an interruption keeps those that are."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from paceline.terminal import completion_record, note, pieces
 
     found: dict[int, Completion] = {}
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # The bar may take over stdout only where that is the terminal too; elsewhere results would land in stderr.
-    bar = Progress(
-        *columns,
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        redirect_stdout=sys.stdout.isatty(),
-    )
     try:
-        with bar:
-            task = bar.add_task("", total=len(texts))
-            for index, completion in llm.as_completed(inputs, params):
+        with closing(llm.as_completed(inputs, params, progress=sys.stderr.isatty())) as results:
+            for index, completion in results:
                 for output in completion.outputs:
                     if as_json:
                         print(json.dumps(completion_record(index, texts[index], output)), flush=True)
@@ -303,7 +292,6 @@ def _batch(
                     screen.write(pieces(llm.tokenizer, completion, output))
                     screen.end_line()
                 found[index] = completion
-                bar.advance(task)
     except KeyboardInterrupt:
         note(f"interrupted: {len(found)} of {len(texts)} prompts are finished")
         raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -102,7 +102,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         progress: bool = False,
-    ) -> Iterator[tuple[int, Completion]]:
+    ) -> Generator[tuple[int, Completion], None, None]:
         """(index of the prompt, its result), each as soon as it is there: what has come survives an interruption."""
         jobs = self._jobs(_as_list(prompts), params)
         return self._finish(jobs, progress)
@@ -120,7 +120,9 @@ class LLM:
         prompts = [self.tokenizer.encode_chat(conversation) for conversation in conversations]
         return self.generate(prompts, params, progress=progress)
 
-    def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+    def stream(
+        self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[StreamChunk, None, None]:
         """Text as soon as it is certain, for one prompt or one conversation (a list of messages). The last chunk
         carries the whole result. The iterator may be closed, or dropped, at any point."""
         params = params or SamplingParams()
@@ -132,14 +134,14 @@ class LLM:
         (job,) = self._jobs([asked], params)
         return self._stream(job)
 
-    def _stream(self, job: _Job) -> Iterator[StreamChunk]:
+    def _stream(self, job: _Job) -> Generator[StreamChunk, None, None]:
         for sequence in generate(self._batch([job]), job.sequences):
             tokens, ended = sequence.take(), sequence.finish_reason is not None
             if tokens or ended:
                 text = "".join(token.text for token in tokens)
                 yield StreamChunk(text=text, tokens=tokens, completion=job.completion() if ended else None)
 
-    def _finish(self, jobs: list[_Job], progress: bool) -> Iterator[tuple[int, Completion]]:
+    def _finish(self, jobs: list[_Job], progress: bool) -> Generator[tuple[int, Completion], None, None]:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

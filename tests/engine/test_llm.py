@@ -141,7 +141,7 @@ def test_a_stream_closed_early_leaves_a_clean_state(target: Path) -> None:
     next(stream)
     other = llm.stream(PROMPTS[3], greedy())
     next(other)
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert [r.token_ids for r in llm.generate(PROMPTS, greedy())] == [r.token_ids for r in expected]
     rest = list(other)
     assert rest[-1].completion is not None
