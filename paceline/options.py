@@ -74,8 +74,12 @@ class ModelOptions:
     ] = "token"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        _model("What the weights run in; auto keeps the file's."),
+        _model("What the weights are held in; auto keeps the file's formats, where the device can multiply them."),
     ] = "auto"
+    quantize: Annotated[
+        Literal["q8_0"] | None,
+        _model("On a CPU: hold model and draft in Q8_0 blocks, 8.5 bits a weight. An approximation of the checkpoint."),
+    ] = None
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 

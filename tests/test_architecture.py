@@ -15,7 +15,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": set(),
     "models": {"kernels"},
     "kernels": set(),
-    "checkpoints": {"models"},
+    "checkpoints": {"models", "kernels"},
     "proposers": {"sampling", "models"},
     "decoding": {"sampling", "models", "proposers"},
     "engine": {"sampling", "models", "checkpoints", "proposers", "decoding"},

@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from paceline import LLM, Completion, SamplingParams, __version__
@@ -115,7 +116,7 @@ def asked_of(llm: LLM, text: str, params: SamplingParams = GREEDY) -> Completion
 
 # ---- the interface ----
 
-MODEL = "--model --draft --draft-tokens -k --verify --dtype --device --threads"
+MODEL = "--model --draft --draft-tokens -k --verify --dtype --quantize --device --threads"
 SAMPLING = (
     "--temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop"
     " --max-tokens --min-tokens --ignore-eos"
@@ -277,10 +278,10 @@ def test_every_model_flag_arrives(monkeypatch: pytest.MonkeyPatch, model: str, d
     monkeypatch.setattr(LLM, "__init__", spy)
     flags = f"--model {model} --draft {draft} -k 2 --verify block --dtype bfloat16 --device cpu --threads 1"
     run("generate", "go", *flags.split(), "--max-tokens", "2")
-    options = {"draft_tokens": 2, "verify": "block", "dtype": "bfloat16", "device": "cpu", "threads": 1}
-    assert seen == [((model, draft), options)]
-    run("generate", "go", "--model", model, "--draft", "none", "--max-tokens", "2")
-    assert seen[1][0] == (model, None)
+    options: dict[str, Any] = {"draft_tokens": 2, "verify": "block", "dtype": "bfloat16", "device": "cpu", "threads": 1}
+    assert seen == [((model, draft), options | {"quantize": None})]
+    run("generate", "go", "--model", model, "--draft", "none", "--quantize", "q8_0", "--max-tokens", "2")
+    assert (seen[1][0], seen[1][1]["quantize"]) == ((model, None), "q8_0")
 
 
 def test_several_prompts_are_written_under_their_headings(model: str, llm: LLM) -> None:
@@ -379,6 +380,7 @@ def test_pieces_of_a_cut_output_are_its_text(llm: LLM) -> None:
         ("go --compare -k 0", "--compare needs a draft"),
         ("go --model MODEL -k -1", "draft_tokens is -1"),
         ("go --model MODEL --threads 0", "threads is 0"),
+        ("go --model MODEL --quantize q8_0 --dtype float32", "ask for two formats"),
         ("go --model MODEL --draft ./nowhere", "no model at './nowhere'"),
         ("go --model MODEL --raw --system x", "drop --system"),
         ("go --model PLAIN --chat", "no chat template"),
@@ -475,9 +477,7 @@ def test_info_describes_without_torch(model: str) -> None:
     described, torch_is_there = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     assert torch_is_there == "False"
     found = json.loads(described)
-    target = LLM(model).target
-    assert isinstance(target, torch.nn.Module)
-    parameters = sum(t.numel() for t in target.parameters())
+    parameters = sum(tensor.numel() for tensor in load_file(Path(model) / "model.safetensors").values())
     assert found["parameters"] == parameters
     assert found["stored"] == {"F32": 4 * parameters}
     assert found["weight_memory"] == 4 * parameters

@@ -346,7 +346,7 @@ def _places(path: Path, shards: list[Path], family: Family, config: ModelConfig)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{shard} is no sound safetensors file ({error}): fetch it again") from error
         for theirs, (shape, dtype) in headers.items():
-            if theirs.startswith(IGNORED) or theirs.endswith(IGNORED_SUFFIX) or (config.tied and theirs in HEADS):
+            if is_beside(theirs, config):
                 continue
             name = _our_name(theirs, family)
             wanted = missing.pop(name, None) if name is not None else None
@@ -371,6 +371,11 @@ def _places(path: Path, shards: list[Path], family: Family, config: ModelConfig)
     return places
 
 
+def is_beside(theirs: str, config: ModelConfig) -> bool:
+    """Is this a tensor that a folder may hold and the decoder has no use for?"""
+    return theirs.startswith(IGNORED) or theirs.endswith(IGNORED_SUFFIX) or (config.tied and theirs in HEADS)
+
+
 def _our_name(theirs: str, family: Family) -> str | None:
     if theirs in HEADS:
         return "head.weight"
@@ -390,14 +395,19 @@ def _our_name(theirs: str, family: Family) -> str | None:
 def _read(
     shards: list[Path], places: Mapping[tuple[Path, str], str], family: Family
 ) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
     from safetensors import safe_open
 
     for shard in shards:
-        with safe_open(shard, framework="pt") as file:
-            for (holder, theirs), name in places.items():
-                if holder == shard:
-                    # A copy of its own: the file maps tensors at odd addresses, where products are slower and
-                    # round differently, and pulls the rug away when it is replaced.
-                    tensor = file.get_tensor(theirs).clone()
-                    is_norm = name.endswith("norm.weight")
-                    yield name, tensor.float() + 1.0 if is_norm and family.norms_from_one else tensor
+        for (holder, theirs), name in places.items():
+            if holder != shard:
+                continue
+            # Opened for each tensor anew, because what was read of a mapped file counts as memory until it is closed.
+            with safe_open(shard, framework="pt") as file:
+                stored = file.get_tensor(theirs)
+                # A copy of its own: the file maps tensors at odd addresses, where products are slower and round
+                # differently, and pulls the rug away when it is replaced.
+                tensor = stored.float() if stored.dtype == torch.float64 else stored.clone()
+                del stored
+            is_norm = name.endswith("norm.weight")
+            yield name, tensor.float() + 1.0 if is_norm and family.norms_from_one else tensor

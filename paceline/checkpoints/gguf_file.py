@@ -1,9 +1,10 @@
 """GGUF files: a header that is believed only where it is checked, a configuration, and tensors one at a time.
 
 The header parser is our own because the file is hostile input: every count and size is held against what the file
-really holds before anything is allocated or looped over, so a bad file ends in a ValueError. Block formats are the
-`gguf` package's business: quantized tensors are dequantized by it, exactly, into float32. What the names mean is in
-`gguf_names.py`. Tensors are read one at a time and never mapped, so that loading holds one copy of the weights.
+really holds before anything is allocated or looped over, so a bad file ends in a ValueError. Matrices of the block
+formats that `models/quant.py` knows stay as the file has them; the others are the `gguf` package's business, which
+dequantizes them, exactly, into float32. What the names mean is in `gguf_names.py`. Tensors are read one at a time and
+never mapped, so that loading holds one copy of the weights.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from paceline.models.config import Layer, ModelConfig, Rope
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.models.quant import Quantized
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -57,6 +60,12 @@ PLAIN = {
     GGMLQuantizationType.BF16: "bfloat16",
 }
 """Tensor types that are not quantized, and the torch type that holds them as they are."""
+BLOCKS = {
+    GGMLQuantizationType.Q8_0: "q8_0",
+    GGMLQuantizationType.Q4_0: "q4_0",
+    GGMLQuantizationType.Q4_1: "q4_1",
+}
+"""Tensor types whose blocks `models/quant.py` knows, and what it calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -457,9 +466,11 @@ def _check_tensors(file: GgufFile, config: ModelConfig) -> None:
 # The tensors
 
 
-def read_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor by our name: F32, F16 and BF16 as they are, quantized ones dequantized exactly into float32."""
+def read_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+    """Each tensor by our name: F32, F16, BF16 and matrices of BLOCKS as they are, others exactly as float32."""
     import torch
+
+    from paceline.models.quant import Quantized
 
     interleaved = _family(file).interleaved
     expected = entries(config)
@@ -472,11 +483,15 @@ def read_tensors(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, tor
             if interleaved and entry.rotated:
                 pairs = raw.reshape(getattr(config, entry.rotated), config.head_dim // 2, 2, -1)
                 raw = pairs.swapaxes(1, 2).ravel()  # rows of blocks: whatever their type, they move as they are
-            if tensor.type in PLAIN:
+            if tensor.type in BLOCKS and len(tensor.shape) == 2:
+                block, block_size = GGML_QUANT_SIZES[tensor.type]
+                blocks = torch.from_numpy(raw).view(tensor.shape[0], tensor.shape[1] // block, block_size)
+                yield entry.name, Quantized(format=BLOCKS[tensor.type], blocks=blocks)
+            elif tensor.type in PLAIN:
                 values = torch.from_numpy(raw).view(getattr(torch, PLAIN[tensor.type]))
+                yield entry.name, values.view(tensor.shape)
             else:
-                values = torch.from_numpy(_dequantize(raw, tensor))
-            yield entry.name, values.view(tensor.shape)
+                yield entry.name, torch.from_numpy(_dequantize(raw, tensor)).view(tensor.shape)
 
 
 def _raw(stream: BinaryIO, tensor: GgufTensor) -> Bytes:

@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.checkpoints import folder, gguf_file
-from paceline.checkpoints.gguf_file import PLAIN, GgufFile
+from paceline.checkpoints.gguf_file import BLOCKS, PLAIN, GgufFile
 from paceline.checkpoints.resolve import Source, resolve
+from paceline.checkpoints.storage import DTYPES, Matrix, Storage, Wish, exact
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.models.config import ModelConfig
 
@@ -25,10 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.models.interface import LanguageModel
+    from paceline.models.quant import Quantized
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""What a model can run in, with the bytes of one number."""
-FLOATS = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What safetensors calls them; nothing here runs in float64."""
 
 
@@ -46,7 +46,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Inspection:
-    """What the headers of a model tell, and how it would be loaded."""
+    """What the headers of a model tell, and how it is loaded."""
 
     source: Source
     architecture: str
@@ -59,64 +59,105 @@ class Inspection:
     """Longest sequence, in tokens, where the configuration names it."""
     stored: Mapping[str, int]
     """Bytes of weights on disk, by type of tensor."""
-    dtype: str
+    storage: Storage
     notes: tuple[str, ...]
 
     @property
+    def dtype(self) -> str:
+        """What the matrices are in memory: one format or several, that of most bytes first."""
+        sizes = self.storage.matrices
+        return ", ".join(sorted(sizes, key=lambda format: -sizes[format]))
+
+    @property
     def weight_memory(self) -> int:
-        """Bytes of weights in memory, as `dtype`."""
-        return self.parameters * DTYPES[self.dtype]
+        """Bytes of weights in memory."""
+        return sum(self.storage.matrices.values()) + self.storage.vectors
 
     @property
     def cache_memory(self) -> int | None:
         """Bytes of keys and values for one token, where we know how they are kept."""
         if self.config is None:
             return None
-        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * DTYPES[self.dtype]
+        return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * DTYPES["float32"]
 
 
-def load(name: str, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:
+def load(name: str, *, dtype: str = "auto", device: str = "auto", quantize: str | None = None) -> Checkpoint:
     """Load a model by path, built-in name or hub id, fetching it on first use.
 
-    `dtype` "auto" keeps what the weights are stored as; quantized tensors become float32, which holds them exactly.
+    `dtype` "auto" keeps each matrix in the format it is stored in, as far as the device can multiply it: a CPU can for
+    float32, bfloat16, float16 and the GGUF blocks Q8_0, Q4_0 and Q4_1. Other blocks, and all of them on other devices,
+    become float32, which holds them exactly. Any other `dtype` converts every matrix to it.
     `device` "auto" takes a GPU where there is one (Apple's is not tested).
+    `quantize` "q8_0" turns every matrix that is not in blocks yet into Q8_0 blocks, on a CPU. That approximates the
+    checkpoint; "lossless" is then against the model as loaded.
+
+    Where the CPU kernels cannot be compiled, a CPU is as other devices are, and the notes say so.
     """
-    _check_dtype(dtype)
+    _check(dtype, quantize)
     source = resolve(name)
     import torch
 
+    import paceline.kernels as kernels
+
     place = _device(device)
+    if quantize and place.type != "cpu":
+        raise ValueError(
+            f"quantize={quantize!r} is for CPUs and the device is {place}: give device='cpu', or drop quantize."
+        )
+    slow = kernels.notice() if place.type == "cpu" else None
+    if quantize and slow:
+        raise ValueError(f"quantize={quantize!r} needs the CPU kernels. {slow} Mend that, or drop quantize.")
+    wish = Wish(dtype=dtype, quantize=quantize, packed=place.type == "cpu" and not slow)
     if source.kind == "gguf":
         file = gguf_file.read_gguf(source.path)
-        facts = _gguf_facts(source, file, dtype)
+        facts = _gguf_facts(source, file, wish)
     else:
-        facts = _folder_facts(source, dtype)
+        facts = _folder_facts(source, wish)
     model: LanguageModel
     if facts.config is None:
         model = _transformers_model(source.path, getattr(torch, facts.dtype), place)
     else:
         from paceline.models.decoder import Decoder
 
+        tensors: Iterator[tuple[str, torch.Tensor | Quantized]]
         if source.kind == "gguf":
             tensors = gguf_file.read_tensors(file, facts.config)
         else:
             tensors = folder.read_tensors(source.path)
-        model = Decoder.from_tensors(facts.config, tensors, dtype=getattr(torch, facts.dtype), device=place)
-    return Checkpoint(model=model, tokenizer=facts.tokenizer, eos_ids=facts.eos_ids, source=source, notes=facts.notes)
+        if quantize:
+            tensors = _quantized(tensors)
+        model = Decoder.from_tensors(
+            facts.config,
+            tensors,
+            dtype=None if wish.packed and dtype == "auto" else getattr(torch, facts.dtype),
+            device=place,
+            packed=wish.packed,
+        )
+    notes = (*facts.notes, slow) if slow and facts.config is not None else facts.notes
+    return Checkpoint(model=model, tokenizer=facts.tokenizer, eos_ids=facts.eos_ids, source=source, notes=notes)
 
 
-def inspect(name: str, *, dtype: str = "auto") -> Inspection:
-    """Everything but the weights, which are not read. Fetches the model if it is not on this machine yet."""
-    _check_dtype(dtype)
+def inspect(name: str, *, dtype: str = "auto", quantize: str | None = None) -> Inspection:
+    """Everything but the weights, which are not read: what `load` would make of them on a CPU. Fetches the model if it
+    is not on this machine yet."""
+    _check(dtype, quantize)
     source = resolve(name)
+    wish = Wish(dtype=dtype, quantize=quantize, packed=True)
     if source.kind == "gguf":
-        return _gguf_facts(source, gguf_file.read_gguf(source.path), dtype)
-    return _folder_facts(source, dtype)
+        return _gguf_facts(source, gguf_file.read_gguf(source.path), wish)
+    return _folder_facts(source, wish)
 
 
-def _check_dtype(dtype: str) -> None:
+def _check(dtype: str, quantize: str | None) -> None:
     if dtype not in ("auto", *DTYPES):
         raise ValueError(f"dtype {dtype!r} is unknown: choose auto, {', '.join(DTYPES)}.")
+    if quantize not in (None, "q8_0"):
+        raise ValueError(f"quantize {quantize!r} is unknown: choose q8_0, or leave it out to keep what is stored.")
+    if quantize and dtype != "auto":
+        raise ValueError(
+            f"quantize={quantize!r} and dtype={dtype!r} ask for two formats of the same matrices: leave dtype at auto,"
+            " or drop quantize."
+        )
 
 
 def _device(device: str) -> torch.device:
@@ -134,17 +175,15 @@ def _device(device: str) -> torch.device:
     return place
 
 
-def _gguf_facts(source: Source, file: GgufFile, dtype: str) -> Inspection:
+def _gguf_facts(source: Source, file: GgufFile, wish: Wish) -> Inspection:
     config, tokenizer = gguf_file.read_config(file), Tokenizer.from_gguf(file.metadata)
-    stored = _exact(PLAIN.get(tensor.type, "float32") for tensor in file.tensors.values() if len(tensor.shape) > 1)
-    dtype = stored if dtype == "auto" else dtype
-    notes = []
-    if quantized := Counter(tensor.type.name for tensor in file.tensors.values() if tensor.type not in PLAIN):
-        tensors = ", ".join(f"{count} {name}" for name, count in quantized.most_common())
-        rounded = "" if dtype == "float32" else f", then rounded to {dtype}"
-        notes.append(f"{tensors} tensors dequantized exactly to float32{rounded}.")
-    elif dtype != stored:
-        notes.append(f"Weights converted from {stored} to {dtype}.")
+    names = PLAIN | BLOCKS
+    matrices = [
+        Matrix(names.get(tensor.type, tensor.type.name), tensor.shape)
+        for tensor in file.tensors.values()
+        if len(tensor.shape) > 1
+    ]
+    storage, notes = wish.storage(matrices, config.num_parameters), []
     if keys := gguf_file.ignored_keys(file):
         more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         notes.append(
@@ -159,62 +198,82 @@ def _gguf_facts(source: Source, file: GgufFile, dtype: str) -> Inspection:
         parameters=config.num_parameters,
         context=config.context,
         stored=file.sizes,
-        dtype=dtype,
-        notes=(*notes, *tokenizer.notes),
+        storage=storage,
+        notes=(*storage.notes, *notes, *tokenizer.notes),
     )
 
 
-def _folder_facts(source: Source, dtype: str) -> Inspection:
+def _folder_facts(source: Source, wish: Wish) -> Inspection:
     config, tokenizer = folder.read_config(source.path), Tokenizer.from_folder(source.path)
     values, generation = folder.read_json(source.path / "config.json"), source.path / "generation_config.json"
     nested = values.get("text_config")
     language = {**nested, **values} if isinstance(nested, dict) else values
     tensors = _safetensors(source.path)
     sizes: Counter[str] = Counter()
-    for kind, shape in tensors:
+    for _, kind, shape in tensors:
         bits = re.search(r"\d+", kind)
         sizes[kind] += math.prod(shape) * (int(bits.group()) if bits else 8) // 8
-    stored = _exact(FLOATS[kind] for kind, shape in tensors if kind in FLOATS and len(shape) > 1)
-    dtype = stored if dtype == "auto" else dtype
-    notes = []
-    if dtype != stored:
-        notes.append(f"Weights converted from {stored} to {dtype}.")
     if config is None:
+        if wish.quantize:
+            raise ValueError(
+                f"{source.path} is run by transformers, as our own decoder has no part for this architecture or for an"
+                " option of it; only our own quantizes: drop quantize."
+            )
+        parameters = sum(math.prod(shape) for _, _, shape in tensors)
+        stored = exact(FLOATS[kind] for _, kind, shape in tensors if kind in FLOATS and len(shape) > 1)
+        dtype = stored if wish.dtype == "auto" else wish.dtype
+        notes = [] if dtype == stored else [f"Weights converted from {stored} to {dtype}."]
         notes.append("Run by transformers: our own decoder has no part for this architecture, or for an option of it.")
-    context = language.get("max_position_embeddings") if config is None else config.context
+        storage = Storage(matrices={dtype: parameters * DTYPES[dtype]}, vectors=0, notes=notes)
+        context = language.get("max_position_embeddings")
+    else:
+        parameters, context = config.num_parameters, config.context
+        matrices = [
+            Matrix(FLOATS[kind], shape)
+            for name, kind, shape in tensors
+            if kind in FLOATS and len(shape) > 1 and not folder.is_beside(name, config)
+        ]
+        storage = wish.storage(matrices, parameters)
     return Inspection(
         source=source,
         architecture=str(values.get("model_type")) if config is None else config.architecture,
         config=config,
         tokenizer=tokenizer,
         eos_ids=eos_ids(tokenizer, language, folder.read_json(generation) if generation.is_file() else {}),
-        parameters=sum(math.prod(shape) for _, shape in tensors) if config is None else config.num_parameters,
+        parameters=parameters,
         context=context if isinstance(context, int) else None,
         stored=sizes,
-        dtype=dtype,
-        notes=(*notes, *tokenizer.notes),
+        storage=storage,
+        notes=(*storage.notes, *tokenizer.notes),
     )
 
 
-def _safetensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Type and shape of every tensor in the folder, from the headers of its shards."""
+def _safetensors(path: Path) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Name, type and shape of every tensor in the folder, from the headers of its shards."""
     from safetensors import SafetensorError, safe_open
 
     tensors = []
     for shard in folder.shards_of(path):
         try:
             with safe_open(shard, framework="np") as file:
-                parts = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118
-                tensors += [(str(part.get_dtype()), tuple(part.get_shape())) for part in parts]
+                parts = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118
+                tensors += [(name, str(part.get_dtype()), tuple(part.get_shape())) for name, part in parts]
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{shard} is no sound safetensors file ({error}): fetch it again.") from error
     return tensors
 
 
-def _exact(types: Iterable[str]) -> str:
-    """The type that holds the numbers of all these exactly."""
-    kinds = set(types)
-    return kinds.pop() if len(kinds) == 1 else "float32"
+def _quantized(
+    tensors: Iterable[tuple[str, torch.Tensor | Quantized]],
+) -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+    """The tensors with every matrix that can be in Q8_0, unless it is in blocks already."""
+    from paceline.models.quant import BLOCK, Quantized, quantize
+
+    for name, tensor in tensors:
+        if not isinstance(tensor, Quantized) and tensor.dim() == 2 and tensor.shape[1] % BLOCK == 0:
+            yield name, quantize(tensor)
+        else:
+            yield name, tensor
 
 
 def _transformers_model(path: Path, dtype: torch.dtype, device: torch.device) -> LanguageModel:

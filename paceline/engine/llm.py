@@ -45,7 +45,10 @@ class LLM:
     draft_tokens: K, how many tokens a round drafts at most; 0 is plain decoding.
     verify: "token" (the paper's rule), "block" (at least as many tokens a round), "coupled" (the text depends on target
         and seed alone, whatever the draft).
-    dtype: "auto" (what the file holds; float32 for quantized GGUF files), "float32", "bfloat16" or "float16".
+    dtype: "auto" (each matrix as the file has it, where the device can multiply it so; see `load`), "float32",
+        "bfloat16" or "float16".
+    quantize: None, or "q8_0" to hold model and draft in Q8_0 blocks on a CPU: less to read for each token, and an
+        approximation of the file. Only of what is loaded by name; "lossless" is then against the model as loaded.
     device: "auto", "cpu", "cuda", ...
     threads: CPU threads of torch; None leaves its own choice.
     max_num_seqs: completions that run at once.
@@ -61,6 +64,7 @@ class LLM:
         draft_tokens: int = 4,
         verify: Literal["token", "block", "coupled"] = "token",
         dtype: str = "auto",
+        quantize: str | None = None,
         device: str = "auto",
         threads: int | None = None,
         max_num_seqs: int = 8,
@@ -78,9 +82,9 @@ class LLM:
             torch.set_num_threads(threads)
         self._rule = RULES[verify]
         self._max_num_seqs = max_num_seqs
-        self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, dtype, device)
+        self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, dtype, quantize, device)
         self.draft_tokens = draft_tokens
-        self._new_proposer = self._proposers(draft, draft_tokenizer, dtype)
+        self._new_proposer = self._proposers(draft, draft_tokenizer, dtype, quantize)
 
     def generate(
         self,
@@ -225,13 +229,17 @@ class LLM:
         draft: str | Path | LanguageModel | PreTrainedModel | None,
         draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
         dtype: str,
+        quantize: str | None,
     ) -> Callable[[int, int], Proposer]:
         """(slots, capacity) -> the proposer of one run."""
         if draft is None:
             return lambda slots, capacity: NoProposer()
         if draft in ("auto", "ngram"):
             return lambda slots, capacity: NgramProposer(self.target.vocab_size, self.target.device)
-        drafting = _loaded(draft, draft_tokenizer or self.tokenizer, dtype, str(self.target.device))
+        by_name = isinstance(draft, (str, Path))
+        drafting = _loaded(
+            draft, draft_tokenizer or self.tokenizer, dtype, quantize if by_name else None, str(self.target.device)
+        )
         vocabulary = VocabularyMap(
             self.tokenizer.tokens(),
             drafting.tokenizer.tokens(),
@@ -312,12 +320,17 @@ def _loaded(
     model: str | Path | LanguageModel | PreTrainedModel,
     tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
     dtype: str,
+    quantize: str | None,
     device: str,
 ) -> _Loaded:
     """Load by name, or take what is in memory (then as it is: `dtype` and `device` are its own)."""
     if isinstance(model, (str, Path)):
-        found = load(str(model), dtype=dtype, device=device)
+        found = load(str(model), dtype=dtype, device=device, quantize=quantize)
         return _Loaded(found.model, found.tokenizer, found.eos_ids, found.notes)
+    if quantize is not None:
+        raise ValueError(
+            f"quantize is {quantize!r} and the model is in memory already: give its name, or drop quantize"
+        )
     if tokenizer is None:
         raise ValueError("a model in memory needs its tokenizer: pass tokenizer=")
     if not isinstance(tokenizer, Tokenizer):

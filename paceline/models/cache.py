@@ -8,10 +8,12 @@ Shapes: S slots, K key/value heads, C capacity, D head size, T tokens of one chu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
+import paceline.kernels as kernels
 from paceline.models.interface import Chunk
 
 
@@ -107,6 +109,11 @@ class KVCache(Slots):
                 list(zip(keys.split(1), values.split(1), strict=True))
                 for keys, values in zip(self.keys, self.values, strict=True)
             ]
+
+    @functools.cached_property
+    def native(self) -> kernels.Caches:
+        """The same memory as the CPU kernels write and read it; they do not move lengths either."""
+        return kernels.Caches(self.keys, self.values)
 
     def extend(
         self, layer: int, slot: int, start: int, begin: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor

@@ -13,6 +13,7 @@ K key/value heads, G = Q / K, O outputs, V vocabulary.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import paceline.kernels as kernels
+from paceline.kernels import Matrix
 from paceline.models.cache import KVCache
-from paceline.models.config import ModelConfig, Rope
+from paceline.models.config import ModelConfig
 from paceline.models.interface import Cache, Chunk, Scores
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-"""cos and sin of every token's angles, [N, 1, D] each; the first half of sin is negated (see `rotate`)."""
+from paceline.models.quant import Quantized
+from paceline.models.rope import Rotation, rotate, table
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -67,16 +69,26 @@ class Norm(nn.Module):
 
 
 class Linear(nn.Linear):
+    """With its weight as a parameter or, for inference on a CPU, packed for the kernels."""
+
+    packed: Matrix | None = None
+
     def forward(self, x_NI: torch.Tensor) -> torch.Tensor:
-        return product(x_NI, self.weight, self.bias)
+        if self.packed is not None:
+            return kernels.product(x_NI, self.packed, self.bias)
+        return F.linear(x_NI, self.weight, self.bias)
 
 
-def product(x_NI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None = None) -> torch.Tensor:
-    """x W^T + b. A few rows on a CPU are multiplied from the other side, W x^T, which MKL does better for 2 to 4."""
-    if 1 < x_NI.shape[0] <= FEW_ROWS and x_NI.dtype == torch.float32 and x_NI.device.type == "cpu":
-        y_NO = torch.mm(weight_OI, x_NI.t()).t()
-        return y_NO if bias_O is None else y_NO + bias_O
-    return F.linear(x_NI, weight_OI, bias_O)
+class Embedding(nn.Embedding):
+    """Rows by token and, in a tied model, the head."""
+
+    packed: Matrix | None = None
+
+    def forward(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens_N) if self.packed is None else kernels.rows(self.packed, tokens_N)
+
+    def head(self, x_NH: torch.Tensor) -> torch.Tensor:
+        return F.linear(x_NH, self.weight) if self.packed is None else kernels.product(x_NH, self.packed)
 
 
 class Attention(nn.Module):
@@ -155,6 +167,7 @@ class MLP(nn.Module):
         self.gate = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up = Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down = Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation_name = config.activation
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x_NH: torch.Tensor) -> torch.Tensor:
@@ -185,6 +198,43 @@ class Block(nn.Module):
         y_NH = self.mlp(self.mlp_norm(x_NH))
         return x_NH + (y_NH if self.mlp_post_norm is None else self.mlp_post_norm(y_NH))
 
+    def for_kernels(self) -> tuple[kernels.Attention, kernels.MLP] | None:
+        """This layer as the kernels run it, or None where they cannot."""
+        a, m = self.attention, self.mlp
+        linears = (a.q, a.k, a.v, a.output, m.gate, m.up, m.down)
+        parts = [kernels.Projection(matrix=x.packed, bias=x.bias) for x in linears if x.packed is not None]
+        if len(parts) < len(linears) or not kernels.can_attend(a.head_dim):
+            return None
+        q, k, v, output, gate, up, down = parts
+        attention = kernels.Attention(
+            q=q,
+            k=k,
+            v=v,
+            output=output,
+            norm=self.attention_norm.weight,
+            post_norm=_factors(self.attention_post_norm),
+            q_norm=_factors(a.q_norm),
+            k_norm=_factors(a.k_norm),
+            eps=self.attention_norm.eps,
+            scale=a.scale,
+            softcap=a.softcap,
+            head_dim=a.head_dim,
+        )
+        mlp = kernels.MLP(
+            gate=gate,
+            up=up,
+            down=down,
+            norm=self.mlp_norm.weight,
+            post_norm=_factors(self.mlp_post_norm),
+            eps=self.mlp_norm.eps,
+            activation=m.activation_name,
+        )
+        return attention, mlp
+
+
+def _factors(norm: Norm | None) -> torch.Tensor | None:
+    return None if norm is None else norm.weight
+
 
 class Decoder(nn.Module):
     """A `LanguageModel` (see interface.py). Tensors are named as the state dict says; a tied model has no `head`."""
@@ -200,29 +250,34 @@ class Decoder(nn.Module):
         self.config = config
         # Given its tensor, because torch's own initialisation costs seconds of imports on the meta device.
         embedding_VH = torch.empty(config.vocab_size, config.hidden_size)
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size, _weight=embedding_VH)
+        self.embedding = Embedding(config.vocab_size, config.hidden_size, _weight=embedding_VH)
         self.layers = nn.ModuleList(Block(config) for _ in config.layers)
         self.norm = Norm(config.hidden_size, config.norm_eps)
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
-        # Angles and masks are computed once in a pass for each distinct rope and window, not for each layer.
-        self._ropes = list(dict.fromkeys(layer.rope for layer in config.layers))
-        self._windows = list(dict.fromkeys(layer.window for layer in config.layers))
-        self._kinds = [(self._ropes.index(layer.rope), self._windows.index(layer.window)) for layer in config.layers]
+        # Angles and masks are computed once in a pass for each distinct layer, not for each.
+        self._distinct = list(dict.fromkeys(config.layers))
+        self._kinds = [self._distinct.index(layer) for layer in config.layers]
 
     @classmethod
     def from_tensors(
         cls,
         config: ModelConfig,
-        tensors: Iterable[tuple[str, torch.Tensor]],
+        tensors: Iterable[tuple[str, torch.Tensor | Quantized]],
         *,
-        dtype: torch.dtype,
+        dtype: torch.dtype | None,
         device: torch.device | str = "cpu",
+        packed: bool = False,
     ) -> Decoder:
-        """A decoder for inference, holding the tensors as `dtype` (norms as float32) on `device`.
+        """A decoder for inference on `device`, with every matrix stored as `dtype` (None: as it comes).
 
-        Tensors are taken one at a time, so at most one exists twice, and taken over where nothing has to change.
-        Every name and shape must be the config's.
+        `packed` stores them for the CPU kernels, where there are any (`kernels.notice` says why not); activations and
+        cache are then float32, and so they are where matrices come in several types. Norms and biases of a packed
+        model are float32 too. Tensors are taken one at a time, so at most one exists twice, and taken over where
+        nothing has to change. Every name and shape must be the config's.
         """
+        packed = packed and kernels.available()
+        if dtype is None and not packed:
+            dtype = torch.float32
         with torch.device("meta"):
             decoder = cls(config)
         missing = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
@@ -234,8 +289,14 @@ class Decoder(nn.Module):
                 raise ValueError(f"tensor {name} has shape {list(tensor.shape)}, the configuration needs {list(shape)}")
             owner_name, _, leaf = name.rpartition(".")
             owner = decoder.get_submodule(owner_name)
-            stored = tensor.to(device, torch.float32 if isinstance(owner, Norm) else dtype)
-            setattr(owner, leaf, nn.Parameter(stored, requires_grad=False))
+            if packed and isinstance(owner, (Linear, Embedding)) and leaf == "weight" and Matrix.fits(shape[1]):
+                owner.packed = _packed(tensor, dtype)
+                owner.register_parameter(leaf, None)
+                continue
+            if isinstance(tensor, Quantized):
+                tensor = tensor.dequantize()
+            wanted = torch.float32 if packed or isinstance(owner, Norm) else dtype
+            setattr(owner, leaf, nn.Parameter(tensor.to(device, wanted), requires_grad=False))
         if missing:
             raise ValueError(
                 f"{len(missing)} tensors of this {config.architecture} model are missing, {next(iter(missing))} first: "
@@ -265,12 +326,12 @@ class Decoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.weight.device
+        return self.norm.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations and cache."""
-        return self.embedding.weight.dtype
+        """Of activations."""
+        return self.norm.weight.dtype if self.embedding.packed is not None else self.embedding.weight.dtype
 
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         if capacity > self.context:
@@ -298,14 +359,7 @@ class Decoder(nn.Module):
         # 1. Where the chunks go, and what each layer needs to know of that.
         starts, ends = cache.place(chunks, self.vocab_size)
         tokens = [token for chunk in chunks for token in chunk.tokens]
-        positions_N = torch.cat(
-            [
-                torch.arange(start, start + len(chunk.tokens), dtype=torch.float32, device=self.device)
-                for chunk, start in zip(chunks, starts, strict=True)
-            ]
-        )
-        rotations = [rotation(rope, self.config.head_dim, positions_N, self.dtype) for rope in self._ropes]
-        reaches = [self._reaches(window, chunks, starts) for window in self._windows]
+        run = self._runner(chunks, starts, cache)
 
         # 2. Through the layers.
         x_NH = self.embedding(torch.tensor(tokens, device=self.device))
@@ -313,11 +367,9 @@ class Decoder(nn.Module):
             # Gemma was trained with the scale rounded to the model's dtype, and transformers keeps that.
             x_NH = x_NH * torch.tensor(self.config.embedding_scale, dtype=x_NH.dtype).item()
         captured: dict[int, torch.Tensor] = {}
-        for index, (block, (rope, window)) in enumerate(zip(self.layers, self._kinds, strict=True)):
-            if index in features:
-                captured[index] = x_NH
-            x_NH = block(x_NH, rotations[rope], reaches[window], cache, index)
-        x_NH = self.norm(x_NH)
+        for first, last in itertools.pairwise(sorted({0, *features, len(self.layers)})):
+            captured[first] = x_NH
+            x_NH = run(first, last, x_NH)
         captured[len(self.layers)] = x_NH
 
         # 3. Only the rows somebody asked for go through the head.
@@ -328,7 +380,7 @@ class Decoder(nn.Module):
             stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             rows = [row for stop, count in zip(stops, outputs, strict=True) for row in range(stop - count, stop)]
             x_NH = x_NH[torch.tensor(rows, dtype=torch.long, device=self.device)]
-        logits_OV = (product(x_NH, self.embedding.weight) if self.head is None else self.head(x_NH)).float()
+        logits_OV = (self.embedding.head(x_NH) if self.head is None else self.head(x_NH)).float()
         if self.config.logit_softcap is not None:
             logits_OV = self.config.logit_softcap * torch.tanh(logits_OV / self.config.logit_softcap)
         cache.commit(ends)
@@ -336,6 +388,36 @@ class Decoder(nn.Module):
             logits=list(logits_OV.split(outputs)),
             features=[] if features_NFH is None else list(features_NFH.split(sizes)),
         )
+
+    def _runner(
+        self, chunks: Sequence[Chunk], starts: Sequence[int], cache: KVCache
+    ) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
+        """(first, last, x) -> x behind layers first..last - 1 of this pass, and behind the last norm after them all."""
+        spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
+        rotations = [
+            None if kind.rope is None else table(kind.rope, self.config.head_dim, self.dtype, self.device).at(spans)
+            for kind in self._distinct
+        ]
+        if (native := self._native) is not None:
+            places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
+            kinds = [kernels.Places(places, k.window, r) for k, r in zip(self._distinct, rotations, strict=True)]
+            return lambda first, last, x_NH: native(first, last, x_NH, kinds, cache.native)
+        reaches = [self._reaches(kind.window, chunks, starts) for kind in self._distinct]
+
+        def run(first: int, last: int, x_NH: torch.Tensor) -> torch.Tensor:
+            for index in range(first, last):
+                kind = self._kinds[index]
+                x_NH = self.layers[index](x_NH, rotations[kind], reaches[kind], cache, index)
+            return self.norm(x_NH) if last == len(self.layers) else x_NH
+
+        return run
+
+    @functools.cached_property
+    def _native(self) -> kernels.Layers | None:
+        """All layers as the kernels run them, if they can run every one."""
+        blocks = [block for block in self.layers if isinstance(block, Block)]
+        layers = [layer for block in blocks if (layer := block.for_kernels()) is not None]
+        return kernels.Layers(layers, self._kinds, self.norm.weight) if len(layers) == len(self._kinds) else None
 
     def _reaches(self, window: int | None, chunks: Sequence[Chunk], starts: Sequence[int]) -> list[Reach]:
         group = self.config.num_heads // self.config.num_kv_heads
@@ -358,103 +440,9 @@ class Decoder(nn.Module):
         return reaches
 
 
-def rotate(x_NQD: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn each pair (x[d], x[d + D/2]) by its angle: the second term swaps the halves, its sign is in sin."""
-    cos_N1D, sin_N1D = rotation
-    return torch.addcmul(x_NQD * cos_N1D, x_NQD.roll(x_NQD.shape[-1] // 2, dims=-1), sin_N1D)
-
-
-def rotation(rope: Rope | None, head_dim: int, positions_N: torch.Tensor, dtype: torch.dtype) -> Rotation | None:
-    if rope is None:
-        return None
-    if rope.kind == "dynamic" and rope.factors is None:
-        angles_ND, scale = positions_N[:, None] * _dynamic_frequencies(rope, head_dim, positions_N), 1.0
-    else:
-        frequencies_D, scale = _frequencies(rope, head_dim, positions_N.device)
-        angles_ND = positions_N[:, None] * frequencies_D
-    cos, sin = angles_ND.cos(), angles_ND.sin()
-    cos_N1D, sin_N1D = torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
-    if scale != 1.0:
-        cos_N1D, sin_N1D = cos_N1D * scale, sin_N1D * scale
-    return cos_N1D.to(dtype), sin_N1D.to(dtype)
-
-
-def _dynamic_frequencies(rope: Rope, head_dim: int, positions_N: torch.Tensor) -> torch.Tensor:
-    """NTK scaling whose base grows once a sequence is longer than the original context: [N, D/2].
-
-    transformers takes the base from the longest position of the pass, so beyond the original context its numbers
-    depend on how a text was cut into passes. Here each token takes the base of a sequence that ends with it. That is
-    transformers' result within the original context and for text decoded one token at a time, and it depends on the
-    position alone: scoring a draft, truncating and prefilling in chunks all give the same keys.
-    """
-    assert rope.original_context is not None
-    lengths_N = (positions_N + 1).clamp(min=rope.original_context)
-    stretch_N = rope.factor * lengths_N / rope.original_context - (rope.factor - 1)
-    bases_N = rope.theta * stretch_N ** (head_dim / (head_dim - 2))
-    exponents_D = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_N.device) / head_dim
-    return 1.0 / bases_N[:, None] ** exponents_D
-
-
-@functools.lru_cache(maxsize=64)
-def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """Radians per position of each pair, [D/2], and what cos and sin are multiplied by."""
-    # Kept for later passes, some of which may want gradients: so never an inference tensor, wherever it is first asked.
-    with torch.inference_mode(False), torch.device("cpu"):
-        powers_D = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        plain_D = 1.0 / powers_D
-        scale = 1.0
-        if rope.factors is not None:
-            if len(rope.factors) != head_dim // 2:
-                raise ValueError(
-                    f"{len(rope.factors)} rope factors for heads of size {head_dim}, which need {head_dim // 2}: "
-                    "is the checkpoint damaged?"
-                )
-            frequencies_D = plain_D / torch.tensor(rope.factors, dtype=torch.float32)
-        elif rope.kind == "default":
-            frequencies_D = plain_D
-        elif rope.kind == "linear":
-            frequencies_D = plain_D / rope.factor
-        elif rope.kind == "llama3":
-            frequencies_D = _llama3(rope, plain_D)
-        else:
-            assert rope.kind == "yarn"
-            frequencies_D = _yarn(rope, powers_D, head_dim)
-            scale = _yarn_scale(rope)
-        return frequencies_D.to(device), scale
-
-
-def _llama3(rope: Rope, plain_D: torch.Tensor) -> torch.Tensor:
-    """Waves that fit the original context often stay, those that hardly do are stretched, with a ramp between."""
-    assert rope.original_context is not None
-    turns_D = rope.original_context * plain_D / (2 * math.pi)
-    kept_D = (turns_D - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept_D = kept_D.clamp(0.0, 1.0)
-    return plain_D * (kept_D + (1 - kept_D) / rope.factor)
-
-
-def _yarn(rope: Rope, powers_D: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Pairs turning more than `beta_fast` times in the original context stay, fewer than `beta_slow` are stretched."""
-    context = rope.original_context
-    assert context is not None
-
-    def pair_turning(times: float) -> float:
-        return head_dim * math.log(context / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = pair_turning(rope.beta_fast), pair_turning(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    pairs_D = torch.arange(head_dim // 2, dtype=torch.float32)
-    stretched_D = ((pairs_D - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
-    return stretched_D / (rope.factor * powers_D) + (1 - stretched_D) / powers_D
-
-
-def _yarn_scale(rope: Rope) -> float:
-    def gain(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return gain(rope.mscale) / gain(rope.mscale_all_dim)
-    return gain(1.0)
+def _packed(tensor: torch.Tensor | Quantized, dtype: torch.dtype | None) -> Matrix:
+    if isinstance(tensor, Quantized):
+        if dtype is None:
+            return Matrix.pack_blocks(tensor.format, tensor.blocks)
+        tensor = tensor.dequantize()
+    return Matrix.pack(tensor if dtype is None else tensor.to(dtype))

@@ -18,8 +18,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from paceline.checkpoints import gguf_file
-from paceline.checkpoints.gguf_file import ignored_keys, read_config, read_gguf, read_tensors
+from paceline.checkpoints.gguf_file import BLOCKS, ignored_keys, read_config, read_gguf, read_tensors
 from paceline.models.config import ModelConfig, Rope
+from paceline.models.quant import Quantized
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -123,6 +124,17 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     return path
 
 
+def tensors_of(path: Path) -> dict[str, torch.Tensor | Quantized]:
+    file = read_gguf(path)
+    return dict(read_tensors(file, read_config(file)))
+
+
+def tensor_of(path: Path, name: str = "embedding.weight") -> torch.Tensor:
+    found = tensors_of(path)[name]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
 def config_of(path: Path) -> ModelConfig:
     return read_config(read_gguf(path))
 
@@ -172,8 +184,8 @@ def test_metadata_of_every_type(tmp_path: Path) -> None:
     assert file.tensors == {}
 
 
-@pytest.mark.parametrize("kind", READABLE, ids=lambda kind: kind.name)
-def test_every_quantized_type_is_dequantized_exactly(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [kind for kind in READABLE if kind not in BLOCKS], ids=lambda kind: kind.name)
+def test_every_other_quantized_type_is_dequantized_exactly(kind: GGMLQuantizationType, tmp_path: Path) -> None:
     blocks = random_blocks(kind, 6, 512)
     path = write_llama(
         tmp_path / "x.gguf",
@@ -183,13 +195,63 @@ def test_every_quantized_type_is_dequantized_exactly(kind: GGMLQuantizationType,
         tensors={"token_embd.weight": blocks},
         types={"token_embd.weight": kind},
     )
-    file = read_gguf(path)
-    read = dict(read_tensors(file, read_config(file)))["embedding.weight"]
+    read = tensor_of(path)
     assert read.dtype == torch.float32
-    assert file.sizes[kind.name] == blocks.nbytes
+    assert read_gguf(path).sizes[kind.name] == blocks.nbytes
     with np.errstate(all="ignore"):
         expected = dequantize(blocks, kind)
     assert np.array_equal(read.numpy().view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_that_we_know_stay_as_they_are(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (6, 16 * GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+    path = write_llama(
+        tmp_path / "x.gguf",
+        vocab=6,
+        hidden=512,
+        head_dim=128,
+        tensors={"token_embd.weight": blocks},
+        types={"token_embd.weight": kind},
+    )
+    read = tensors_of(path)["embedding.weight"]
+    assert isinstance(read, Quantized)
+    assert (read.format, read.shape) == (kind.name.lower(), (6, 512))
+    assert read.blocks.numpy().tobytes() == blocks.tobytes()
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.name)
+def test_blocks_stand_for_what_a_file_of_floats_holds(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    """Names, shapes and the order of rotated rows too."""
+    shapes = {"token_embd": (24, 64), "blk.0.attn_q": (64, 64), "blk.0.attn_k": (32, 64), "blk.0.attn_v": (32, 64)}
+    shapes |= {"blk.0.attn_output": (64, 64), "blk.0.ffn_gate": (96, 64), "blk.0.ffn_up": (96, 64)}
+    shapes |= {"blk.0.ffn_down": (64, 96)}
+    blocks = {f"{name}.weight": random_blocks(kind, *shape, seed=len(name)) for name, shape in shapes.items()}
+    floats = {name: dequantize(raw, kind) for name, raw in blocks.items()}
+    sizes = {"hidden": 64, "head_dim": 16, "mlp": 96}
+    packed = write_llama(tmp_path / "b.gguf", tensors=dict(blocks), types=dict.fromkeys(blocks, kind), **sizes)  # type: ignore[arg-type]
+    plain = tensors_of(write_llama(tmp_path / "f.gguf", tensors=dict(floats), **sizes))  # type: ignore[arg-type]
+    found = tensors_of(packed)
+    assert found.keys() == plain.keys()
+    assert sum(isinstance(tensor, Quantized) for tensor in found.values()) == len(shapes)
+    for name, tensor in found.items():
+        expected = plain[name]
+        assert isinstance(expected, torch.Tensor)
+        assert torch.equal(tensor.dequantize() if isinstance(tensor, Quantized) else tensor, expected), name
+    q = plain["layers.0.attention.q.weight"]
+    assert isinstance(q, torch.Tensor)
+    assert not np.array_equal(q.numpy(), floats["blk.0.attn_q.weight"]), "rotated rows are put back"
+
+
+def test_vectors_in_blocks_become_float32(tmp_path: Path) -> None:
+    norm = random_blocks(GGMLQuantizationType.Q8_0, 1, 32)[0]
+    path = write_llama(
+        tmp_path / "x.gguf",
+        tensors={"output_norm.weight": norm},
+        types={"output_norm.weight": GGMLQuantizationType.Q8_0},
+    )
+    expected = dequantize(norm[None], GGMLQuantizationType.Q8_0)[0]
+    assert np.array_equal(tensor_of(path, "norm.weight").numpy(), expected)
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16"])
@@ -202,8 +264,7 @@ def test_floats_stay_as_they_are(name: str, tmp_path: Path) -> None:
         tensors={"token_embd.weight": raw},
         types={"token_embd.weight": GGMLQuantizationType[kind]},
     )
-    file = read_gguf(path)
-    read = dict(read_tensors(file, read_config(file)))["embedding.weight"]
+    read = tensor_of(path)
     assert read.dtype == values.dtype
     assert torch.equal(read, values)
 
@@ -226,18 +287,16 @@ def test_types_nothing_dequantizes_are_refused(kind: GGMLQuantizationType, tmp_p
 @pytest.mark.parametrize("slab", [32, 96, 4096])
 def test_slabs_do_not_show(slab: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "SLAB", slab)
-    blocks = random_blocks(GGMLQuantizationType.Q4_1, 50, 64)
+    blocks = random_blocks(GGMLQuantizationType.Q5_1, 50, 64)
     path = write_llama(
         tmp_path / "x.gguf",
         vocab=50,
         hidden=64,
         head_dim=16,
         tensors={"token_embd.weight": blocks},
-        types={"token_embd.weight": GGMLQuantizationType.Q4_1},
+        types={"token_embd.weight": GGMLQuantizationType.Q5_1},
     )
-    file = read_gguf(path)
-    read = dict(read_tensors(file, read_config(file)))["embedding.weight"]
-    assert np.array_equal(read.numpy(), dequantize(blocks, GGMLQuantizationType.Q4_1))
+    assert np.array_equal(tensor_of(path).numpy(), dequantize(blocks, GGMLQuantizationType.Q5_1))
 
 
 def test_header_is_read_without_torch(tmp_path: Path) -> None:
@@ -388,6 +447,7 @@ def test_tensors_and_config_are_those_of_transformers(architecture: str, tmp_pat
             part, leaf = rest.rsplit(".", 1)
             hf_name = f"model.layers.{index}.{names[part]}.{leaf}"
         expected = state[hf_name] + 1 if gemma and "norm" in name else state[hf_name]
+        assert isinstance(tensor, torch.Tensor)
         assert torch.equal(tensor, expected), name
     assert len(tensors) == len(state) - model.config.tie_word_embeddings
 
@@ -404,7 +464,7 @@ def test_tensors_and_config_are_those_of_transformers(architecture: str, tmp_pat
     assert config.activation == ("gelu_tanh" if gemma else "silu")
     assert config.attention_softcap == (50.0 if architecture == "gemma2" else None)
     assert config.logit_softcap == (30.0 if architecture == "gemma2" else None)
-    assert config.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    assert config.num_parameters == sum(math.prod(tensor.shape) for tensor in tensors.values())
 
     if architecture == "mistral":
         assert [layer.window for layer in config.layers] == [5] * 6

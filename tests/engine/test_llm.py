@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from paceline import LLM, Completion, SamplingParams
+from paceline import LLM, Completion, SamplingParams, load
+from paceline.checkpoints.load import Checkpoint
 from paceline.decoding.sequence import Provenance
 from tests import tiny
 
@@ -220,12 +222,39 @@ def test_refusals_name_the_value_and_the_limit(target: Path, make: object, messa
         ({"max_num_seqs": 0}, "max_num_seqs is 0"),
         ({"threads": 0}, "threads is 0"),
         ({"dtype": "int3"}, "int3"),
+        ({"quantize": "int3"}, "quantize 'int3' is unknown: choose q8_0"),
         ({"draft": "no-such-draft"}, "no-such-draft"),
     ],
 )
 def test_bad_options_are_refused(target: Path, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LLM(str(target), **options)  # type: ignore[arg-type]
+
+
+def test_quantize_is_for_what_is_loaded_by_name(
+    target: Path, padded_draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, object]] = []
+
+    def spy(name: str, **options: Any) -> Checkpoint:
+        asked.append((name, options["quantize"]))
+        return load(name, **options)
+
+    monkeypatch.setattr("paceline.engine.llm.load", spy)
+    names = (str(target), str(padded_draft))
+    llm = LLM(*names, quantize="q8_0")
+    assert asked == [(name, "q8_0") for name in names]
+    assert llm.notes[0].startswith("16 float32 matrices quantized to Q8_0")
+    plain = LLM(names[0], None, quantize="q8_0")
+    results = llm.generate(PROMPTS, greedy())
+    assert [r.token_ids for r in results] == [r.token_ids for r in plain.generate(PROMPTS, greedy())]
+    assert sum(r.stats.drafted for r in results) > 0
+
+    tokenizer = tiny.tokenizer()
+    in_memory = tiny.llama(len(tokenizer), layers=1)
+    LLM(names[0], in_memory, quantize="q8_0")
+    with pytest.raises(ValueError, match="quantize is 'q8_0' and the model is in memory already"):
+        LLM(in_memory, tokenizer=tokenizer, quantize="q8_0")
 
 
 def test_no_prompts_give_no_results(target: Path) -> None:

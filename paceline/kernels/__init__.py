@@ -1,0 +1,34 @@
+"""Products of a few rows with packed weights on the CPU, compiled for this machine; what the rest may use of them."""
+
+from paceline.kernels.build import available, notice
+from paceline.kernels.matrix import Matrix
+from paceline.kernels.ops import (
+    MLP,
+    Attention,
+    Caches,
+    Layers,
+    Places,
+    Projection,
+    can_attend,
+    can_halve,
+    product,
+    product_twin,
+    rows,
+)
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "Caches",
+    "Layers",
+    "Matrix",
+    "Places",
+    "Projection",
+    "available",
+    "can_attend",
+    "can_halve",
+    "notice",
+    "product",
+    "product_twin",
+    "rows",
+]

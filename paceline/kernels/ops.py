@@ -1,0 +1,266 @@
+"""The kernels of `rows.c` as torch sees them: a product, and a run of decoder layers.
+
+Everything here is float32 on the CPU and for inference only. Each has a twin in plain torch, which tests hold it
+against: `product_twin` here, `Block` in models/decoder.py for the layers. What a row gives does not depend on the
+rows beside it, bit for bit: see rows.c.
+
+Shapes: N rows, H hidden size, O outputs, I inputs, S slots, K key/value heads, C capacity, D head size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_long, c_void_p
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+
+from paceline.kernels import build
+from paceline.kernels.matrix import FORMATS, Matrix
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+"""In the order of the enumeration in rows.c."""
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("format", c_int32), ("inputs", c_int32), ("outputs", c_int32))
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("q", "k", "v", "output")),
+        *((name, c_void_p) for name in ("norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_float) for name in ("eps", "scale", "softcap")),
+        ("head_dim", c_int32),
+    )
+
+
+class _MLP(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("gate", "up", "down")),
+        *((name, c_void_p) for name in ("norm", "post_norm")),
+        ("eps", c_float),
+        ("activation", c_int32),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (("attention", _Attention), ("mlp", _MLP), ("kind", c_int32))
+
+
+class _Cache(ctypes.Structure):
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("capacity", c_int64), ("half", c_int32))
+
+
+class _Places(ctypes.Structure):
+    _fields_ = (("chunks", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("count", c_int32))
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def product(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x W^T + bias: [N, O]. By the kernels where they are, by torch where not."""
+    return torch.ops.paceline.product(x_NI, matrix.data, bias, matrix.format, matrix.outputs)
+
+
+def product_twin(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return F.linear(x_NI, matrix.unpack(), bias)
+
+
+def _product(
+    x_NI: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, format: str, outputs: int
+) -> torch.Tensor:
+    rows, inputs = x_NI.shape
+    assert x_NI.dtype == torch.float32
+    if not build.available():
+        return product_twin(x_NI, Matrix(format=format, outputs=outputs, inputs=inputs, data=data), bias)
+    y_NO = torch.empty(rows, outputs)
+    matrix = _Matrix(_pointer(data), _pointer(bias), FORMATS.index(format), inputs, outputs)
+    build.library().paceline_product(
+        ctypes.byref(matrix),
+        c_void_p(_pointer(x_NI.contiguous())),
+        c_long(rows),
+        c_void_p(_pointer(y_NO)),
+        torch.get_num_threads(),
+    )
+    return y_NO
+
+
+_library = torch.library.Library("paceline", "DEF")
+_library.define("product(Tensor x, Tensor data, Tensor? bias, str format, int outputs) -> Tensor")
+_library.impl("product", _product, "CPU")
+torch.library.register_fake(
+    "paceline::product", lambda x, data, bias, format, outputs: x.new_empty(x.shape[0], outputs), lib=_library
+)
+
+
+def rows(matrix: Matrix, indices_N: torch.Tensor) -> torch.Tensor:
+    """[N, I] in float32: these rows of the matrix itself, which are its own `Matrix.rows`, sooner."""
+    found_NI = torch.empty(len(indices_N), matrix.inputs)
+    build.library().paceline_rows(
+        ctypes.byref(Projection(matrix=matrix).struct),
+        c_void_p(_pointer(indices_N)),
+        c_long(len(indices_N)),
+        c_void_p(_pointer(found_NI)),
+    )
+    return found_NI
+
+
+def can_attend(head_dim: int) -> bool:
+    """Whether heads of this size are what the compiled kernels can take."""
+    return head_dim % int(build.library().paceline_lanes()) == 0
+
+
+def can_halve() -> bool:
+    """Whether caches may be float16 here."""
+    return bool(build.library().paceline_has_halves())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Projection:
+    """A packed matrix and its bias [O]."""
+
+    matrix: Matrix
+    bias: torch.Tensor | None = None
+
+    @property
+    def struct(self) -> _Matrix:
+        m = self.matrix
+        return _Matrix(_pointer(m.data), _pointer(self.bias), FORMATS.index(m.format), m.inputs, m.outputs)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Attention:
+    """x + post_norm(output(softmax(q k) v)), each a projection of norm(x); `softcap` bounds the scores."""
+
+    q: Projection
+    k: Projection
+    v: Projection
+    output: Projection
+    norm: torch.Tensor
+    post_norm: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    eps: float
+    scale: float
+    softcap: float | None
+    head_dim: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MLP:
+    """x + post_norm(down(activation(gate) * up)), gate and up projections of norm(x)."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    norm: torch.Tensor
+    post_norm: torch.Tensor | None
+    eps: float
+    activation: Activation
+
+
+class Caches:
+    """The keys and values of every layer, [S, K, C, D] each, in float32 or float16."""
+
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self._kept = (keys, values)
+        structs = [
+            _Cache(_pointer(k_SKCD), _pointer(v_SKCD), k_SKCD.shape[2], k_SKCD.dtype == torch.float16)
+            for k_SKCD, v_SKCD in zip(keys, values, strict=True)
+        ]
+        self.array = (_Cache * len(structs))(*structs)
+
+
+class Places:
+    """Where the rows of a pass belong, for the layers of one kind: one window and one rotation.
+
+    `chunks`: (tokens, slot, first position) of each, one behind the other. `rotation`: cos and sin of each row,
+    [N, 1, D], the first half of sin negated.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[tuple[int, int, int]],
+        window: int | None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        array = (c_int32 * (4 * len(chunks)))(*(number for chunk in chunks for number in (*chunk, window or 0)))
+        cos, sin = rotation or (None, None)
+        self._kept = (array, rotation)
+        self.struct = _Places(ctypes.addressof(array), _pointer(cos), _pointer(sin), len(chunks))
+
+
+class Layers:
+    """All layers of a decoder; several run in one call. `kinds[i]` says which of a pass's places hold for layer i."""
+
+    def __init__(self, layers: Sequence[tuple[Attention, MLP]], kinds: Sequence[int], last_norm: torch.Tensor) -> None:
+        self._kept = (layers, last_norm)
+        self._last_norm = _pointer(last_norm)
+        structs = [_layer(*layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+        self._array = (_Layer * len(structs))(*structs)
+        self._numbers = max(_scratch(*layer) for layer in layers)
+        self._call = build.library().paceline_layers
+        pointer = c_void_p
+        self._call.argtypes = (
+            *(pointer, pointer, c_long, pointer, pointer),
+            *(pointer, c_long, pointer, ctypes.c_int),
+        )
+        self._call.restype = None
+
+    def __call__(
+        self, first: int, last: int, x_NH: torch.Tensor, places: Sequence[Places], caches: Caches
+    ) -> torch.Tensor:
+        """x through layers first..last - 1, and the last norm behind the last layer: a new tensor. Keys and values are
+        written into their caches."""
+        assert x_NH.dtype == torch.float32
+        assert 0 <= first <= last <= len(self._array) == len(caches.array)
+        rows = x_NH.shape[0]
+        y_NH, scratch = x_NH.clone(memory_format=torch.contiguous_format), torch.empty(rows * self._numbers)
+        kinds = (_Places * len(places))(*(place.struct for place in places))
+        self._call(
+            ctypes.addressof(self._array) + first * ctypes.sizeof(_Layer),
+            ctypes.addressof(caches.array) + first * ctypes.sizeof(_Cache),
+            last - first,
+            ctypes.addressof(kinds),
+            self._last_norm if last == len(self._array) else None,
+            y_NH.data_ptr(),
+            rows,
+            scratch.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y_NH
+
+
+def _layer(a: Attention, m: MLP, kind: int) -> _Layer:
+    attention = _Attention(
+        *(part.struct for part in (a.q, a.k, a.v, a.output)),
+        *map(_pointer, (a.norm, a.post_norm, a.q_norm, a.k_norm)),
+        a.eps,
+        a.scale,
+        a.softcap or 0.0,
+        a.head_dim,
+    )
+    mlp = _MLP(
+        *(part.struct for part in (m.gate, m.up, m.down)),
+        *map(_pointer, (m.norm, m.post_norm)),
+        m.eps,
+        ACTIVATIONS.index(m.activation),
+    )
+    return _Layer(attention, mlp, kind)
+
+
+def _scratch(a: Attention, m: MLP) -> int:
+    """Numbers that a row needs between the products of a layer."""
+    hidden = a.q.matrix.inputs
+    attention = 2 * hidden + 2 * a.q.matrix.outputs + a.k.matrix.outputs + a.v.matrix.outputs
+    return max(attention, 2 * hidden + 2 * m.gate.matrix.outputs)

@@ -1,0 +1,805 @@
+/* Few rows of activations by matrices of weights, and the two halves of a decoder layer made of such products.
+ *
+ * Compiled for the machine it runs on (build.py); called through ops.py, which says what every argument is, in torch.
+ *
+ * Row invariance. What is computed for a row (a token) is the same sequence of floating-point operations however many
+ * rows are computed with it and whatever the number of threads: sums run along the inputs in one fixed order, tiles
+ * only say how many of these sums are under way at once. Every change here has to keep that.
+ *
+ * Panels. A matrix is stored as panels of 16 outputs, along its inputs, in 32-bit words that belong to one output each:
+ * one float32, two bfloat16, four int8, or eight nibbles in the order of a GGUF block. So vectors lie along the
+ * outputs, an input is broadcast, and a sum never has to be added across a vector. Quantized formats have blocks of 32
+ * inputs, the panel's 16 scales first (and 16 minima, for Q4_1).
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+static int omp_get_thread_num(void) { return 0; }
+static int omp_get_num_threads(void) { return 1; }
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#define PANEL 16
+#define VECS (PANEL / LANES)
+#define BLOCK 32
+/* Rows and panels that fill the registers: at most SMALL rows, at most WIDE panels. */
+#define SMALL 6
+#define WIDE 4
+#define INLINE static inline __attribute__((always_inline))
+#define NOINLINE __attribute__((noinline))
+#define UNROLL _Pragma("GCC unroll 64")
+#define ROLLED _Pragma("GCC unroll 1")
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef vec vec_at __attribute__((aligned(4), may_alias));
+typedef ivec ivec_at __attribute__((aligned(4), may_alias));
+
+INLINE vec load(const float *p) { return *(const vec_at *)p; }
+INLINE void store(float *p, vec v) { *(vec_at *)p = v; }
+INLINE ivec words(const uint8_t *at, size_t offset, int v) { return *(const ivec_at *)(at + offset + 4 * LANES * v); }
+INLINE vec all(float x) { return x - (vec){0}; }
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
+
+INLINE float total(vec v) {
+    float sum = 0;
+    UNROLL for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+
+/* LANES float16 numbers. */
+INLINE vec halves(const uint8_t *p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__ARM_NEON)
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+#else
+    vec out;
+    for (int i = 0; i < LANES; i++) {
+        uint16_t h;
+        memcpy(&h, p + 2 * i, 2);
+        /* The exponent is moved as if it were float32's and put right by a multiplication, subnormals included. */
+        union { uint32_t u; float f; } bits = {.u = (uint32_t)(h & 0x7fff) << 13};
+        bits.f = (h & 0x7c00) == 0x7c00 ? (h & 0x3ff ? NAN : INFINITY) : bits.f * 0x1p112f;
+        out[i] = h & 0x8000 ? -bits.f : bits.f;
+    }
+    return out;
+#endif
+}
+
+/* e^x to about one unit in the last place; 0 below -87. */
+INLINE vec exponential(vec x) {
+    const float magic = 0x1.8p23f;
+    vec clamped = choose(x < -87.0f, all(-87.0f), choose(x > 88.0f, all(88.0f), x));
+    vec shifted = clamped * 1.44269504f + magic, n = shifted - magic;
+    vec r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    vec p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vec power = (vec)(((ivec)shifted << 23) + (127 << 23));
+    return choose(x < -87.0f, all(0.0f), p * power);
+}
+
+/* ---- matrices ---- */
+
+enum { FLOAT32, BFLOAT16, FLOAT16, Q8_0, Q4_0, Q4_1 };
+
+typedef struct {
+    const uint8_t *data;
+    const float *bias; /* or null */
+    int32_t format, inputs, outputs;
+} Matrix;
+
+INLINE int is_quantized(int format) { return format >= Q8_0; }
+INLINE int has_nibbles(int format) { return format >= Q4_0; }
+INLINE int header_bytes(int format) { return format == Q4_1 ? 4 * PANEL : is_quantized(format) ? 2 * PANEL : 0; }
+INLINE int block_bytes(int format) {
+    return header_bytes(format) + PANEL * BLOCK * (format == FLOAT32 ? 8 : format == Q8_0 ? 2 : format >= Q4_0 ? 1 : 4) / 2;
+}
+
+/* Byte j of each word as a float times 2^24, which the block's scale takes back: that saves a shift. */
+#define FROM_BYTE 0x1p-24f
+INLINE vec byte(ivec w, int j) {
+    ivec top = j == 3 ? w : w << (24 - 8 * j);
+    return __builtin_convertvector(j == 0 ? top : top & (int32_t)0xff000000, vec);
+}
+
+/* Input j of a word of nibbles, where it is: as a float that is too large by a power of two, which the inputs take back
+ * (`scaled`). That saves two shifts of three operations. Only the topmost nibble has to leave the sign's place. */
+INLINE vec nibble(ivec w, int j) {
+    const int at = j < 4 ? 8 * j : j < 7 ? 8 * j - 28 : 24;
+    return __builtin_convertvector((j == 7 ? w >> 4 : w) & (0xf << at), vec);
+}
+
+/* The inputs of a matrix of nibbles: [size], each divided by the power of two that its weight is too large by. */
+static void scaled(const float *x, int size, float *to) {
+    static const float factors[8] = {1, 0x1p-8f, 0x1p-16f, 0x1p-24f, 0x1p-4f, 0x1p-12f, 0x1p-20f, 0x1p-24f};
+    for (int i = 0; i < size; i += 8)
+        for (int j = 0; j < 8; j++) to[i + j] = x[i + j] * factors[j];
+}
+
+/* DO(p, k) with weight[v] for every input k of a block of 32 and every panel p; `at` is where the words of the
+ * first panel's block begin, the panels are `stride` bytes apart. */
+#define EACH_WEIGHT(format, panels, at, stride, DO)                                                                    \
+    if (format == FLOAT32) {                                                                                           \
+        ROLLED for (int k = 0; k < BLOCK; k += 4, at += 4 * 64) {                                                      \
+            UNROLL for (int j = 0; j < 4; j++) EACH_VEC(panels, DO, k + j, (vec)words(at + 64 * j, p * stride, v))     \
+        }                                                                                                              \
+    } else if (format == BFLOAT16) {                                                                                   \
+        ROLLED for (int k = 0; k < BLOCK; k += 4, at += 2 * 64) {                                                      \
+            UNROLL for (int j = 0; j < 4; j += 2) {                                                                    \
+                EACH_VEC(panels, DO, k + j, (vec)(words(at + 32 * j, p * stride, v) << 16))                            \
+                EACH_VEC(panels, DO, k + j + 1, (vec)(words(at + 32 * j, p * stride, v) & (int32_t)0xffff0000))        \
+            }                                                                                                          \
+        }                                                                                                              \
+    } else if (format == FLOAT16) {                                                                                    \
+        ROLLED for (int k = 0; k < BLOCK; k += 4, at += 2 * 64) {                                                      \
+            UNROLL for (int j = 0; j < 4; j++)                                                                         \
+                EACH_VEC(panels, DO, k + j, halves(at + 32 * j + p * stride + 2 * LANES * v))                          \
+        }                                                                                                              \
+    } else if (format == Q8_0) {                                                                                       \
+        ROLLED for (int k = 0; k < BLOCK; k += 4, at += 64) {                                                          \
+            UNROLL for (int j = 0; j < 4; j++) EACH_VEC(panels, DO, k + j, byte(words(at, p * stride, v), j))          \
+        }                                                                                                              \
+    } else {                                                                                                           \
+        ROLLED for (int k = 0; k < BLOCK; k += 8, at += 64) {                                                          \
+            UNROLL for (int j = 0; j < 8; j++) EACH_VEC(panels, DO, k + j, nibble(words(at, p * stride, v), j))        \
+        }                                                                                                              \
+    }
+#define EACH_VEC(panels, DO, k, value)                                                                                 \
+    UNROLL for (int p = 0; p < panels; p++) {                                                                          \
+        vec weight[VECS];                                                                                              \
+        UNROLL for (int v = 0; v < VECS; v++) weight[v] = value;                                                       \
+        DO(p, k)                                                                                                       \
+    }
+
+/* One stream of memory is less than the machine can follow by itself (of several it follows enough). */
+INLINE void fetch(const uint8_t *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i + 2048);
+}
+
+/* One block of 32 inputs as floats, [32][16]. */
+INLINE void unpack(int format, const uint8_t *at, float *to) {
+#define STORE(p, k) UNROLL for (int v = 0; v < VECS; v++) store(to + (k) * PANEL + v * LANES, weight[v]);
+    EACH_WEIGHT(format, 1, at, 0, STORE)
+}
+
+/* What is the same for every tile of a product. */
+typedef struct {
+    const uint8_t *data;  /* of the first panel */
+    size_t stride;        /* bytes from panel to panel */
+    const float *x;       /* of the first row */
+    size_t ldx;
+    const float *totals;  /* sums of each block of 32 inputs of each row; for Q4_0 and Q4_1 */
+    size_t ldt;
+} Operands;
+
+/* acc += w x for `blocks` blocks of 32 inputs, `rows` rows, `panels` panels. `words` is the form the weights have in
+ * `floats` or, where that is null, in the matrix itself. acc is [rows][panels][16]. */
+INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o, const float *floats, float *acc_at) {
+    const int bytes = block_bytes(format), header = header_bytes(format);
+    vec acc[SMALL][WIDE][VECS];
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++)
+            UNROLL for (int v = 0; v < VECS; v++) acc[r][p][v] = load(acc_at + (r * panels + p) * PANEL + v * LANES);
+    for (int b = 0; b < blocks; b++) {
+        const uint8_t *w = o->data + (size_t)b * bytes;
+        const float *x = o->x + BLOCK * b;
+        const size_t ldx = o->ldx;
+#define ADD(p, k)                                                                                                      \
+    UNROLL for (int r = 0; r < rows; r++) {                                                                            \
+        vec input = all(x[r * ldx + (k)]);                                                                             \
+        UNROLL for (int v = 0; v < VECS; v++) sum[r][p][v] += weight[v] * input;                                       \
+    }
+        const uint8_t *at = floats ? (const uint8_t *)(floats + b * BLOCK * PANEL) : w + header;
+        if (!floats && panels == 1) fetch(w, bytes);
+        if (!is_quantized(format)) {
+#define sum acc
+            if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, ADD) }
+#undef sum
+            continue;
+        }
+        vec sum[SMALL][WIDE][VECS];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int p = 0; p < panels; p++)
+                UNROLL for (int v = 0; v < VECS; v++)
+                    sum[r][p][v] = format == Q4_0 ? all(-8 * o->totals[r * o->ldt + b]) : all(0);
+        if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, ADD) }
+        UNROLL for (int p = 0; p < panels; p++)
+            UNROLL for (int v = 0; v < VECS; v++) {
+                const uint8_t *at = w + p * o->stride + 2 * LANES * v;
+                vec scale = has_nibbles(format) ? halves(at) : halves(at) * FROM_BYTE;
+                UNROLL for (int r = 0; r < rows; r++) acc[r][p][v] += scale * sum[r][p][v];
+                if (format == Q4_1) {
+                    vec least = halves(at + 2 * PANEL);
+                    UNROLL for (int r = 0; r < rows; r++) acc[r][p][v] += least * o->totals[r * o->ldt + b];
+                }
+            }
+    }
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int p = 0; p < panels; p++)
+            UNROLL for (int v = 0; v < VECS; v++) store(acc_at + (r * panels + p) * PANEL + v * LANES, acc[r][p][v]);
+}
+
+/* ---- products ---- */
+
+/* Memory of this thread that lasts; what it held is lost when it grows. */
+static void *scratch(int which, size_t bytes) {
+    static _Thread_local struct { void *at; size_t bytes; } held[3];
+    if (held[which].bytes < bytes) {
+        free(held[which].at);
+        held[which].at = aligned_alloc(64, (bytes + 4095) / 4096 * 4096);
+        held[which].bytes = bytes;
+    }
+    return held[which].at;
+}
+
+/* Where a product goes: y[r][o] = sum + bias + residual, the last two where there are any. */
+typedef struct {
+    float *y;
+    const float *residual;
+    size_t ldy;
+} Result;
+
+static void finish(const Matrix *w, const Result *to, int rows, int panels, int panel, const float *acc, size_t acc_ld) {
+    for (int r = 0; r < rows; r++)
+        for (int p = 0; p < panels; p++) {
+            const float *from = acc + r * acc_ld + p * PANEL;
+            int first = (panel + p) * PANEL, count = w->outputs - first < PANEL ? w->outputs - first : PANEL;
+            float *y = to->y + r * to->ldy + first;
+            float sums[PANEL];
+            memcpy(sums, from, sizeof sums);
+            if (w->bias)
+                for (int i = 0; i < count; i++) sums[i] += w->bias[first + i];
+            if (to->residual)
+                for (int i = 0; i < count; i++) sums[i] += to->residual[r * to->ldy + first + i];
+            memcpy(y, sums, count * sizeof(float));
+        }
+}
+
+#define FORMATS(DO) DO(FLOAT32) DO(BFLOAT16) DO(FLOAT16) DO(Q8_0) DO(Q4_0) DO(Q4_1)
+#define ROWS_OF_A_TILE(DO, f) DO(f, 1, 4) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
+static const int panels_at_once[SMALL + 1] = {0, 4, 1, 1, 1, 1, 1};
+
+/* Functions of their own: inlined into one, they are too much for a compiler's register allocation. */
+#define DIRECT(f, rows, panels)                                                                                        \
+    static NOINLINE void direct_##f##_##rows##_##panels(int blocks, const Operands *o, float *acc) {                   \
+        tile(f, rows, panels, blocks, o, 0, acc);                                                                      \
+    }
+#define UNPACKED(f, rows, panels)                                                                                      \
+    static NOINLINE void unpacked_##f##_##rows##_##panels(int blocks, const Operands *o, const float *at, float *acc) { \
+        tile(f, rows, 1, blocks, o, at, acc);                                                                          \
+    }
+#define DEFINE_DIRECT(f) ROWS_OF_A_TILE(DIRECT, f)
+FORMATS(DEFINE_DIRECT)
+#define EACH_ROWS(DO, f) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
+EACH_ROWS(UNPACKED, FLOAT32) EACH_ROWS(UNPACKED, Q8_0) EACH_ROWS(UNPACKED, Q4_0) EACH_ROWS(UNPACKED, Q4_1)
+
+#define KEY(format, rows, panels) (((format) * 8 + (rows)) * 8 + (panels))
+
+static void direct(int format, int rows, int panels, int blocks, const Operands *o, float *acc) {
+    switch (KEY(format, rows, panels)) {
+#define CALL(f, rows, panels) case KEY(f, rows, panels): direct_##f##_##rows##_##panels(blocks, o, acc); break;
+#define CALLS(f) ROWS_OF_A_TILE(CALL, f)
+        FORMATS(CALLS)
+    }
+}
+
+static void unpacked(int format, int rows, int blocks, const Operands *o, const float *floats, float *acc) {
+    switch (KEY(is_quantized(format) ? format : FLOAT32, rows, 1)) {
+#define CALL_UNPACKED(f, rows, panels) case KEY(f, rows, panels): unpacked_##f##_##rows##_1(blocks, o, floats, acc); break;
+        EACH_ROWS(CALL_UNPACKED, FLOAT32) EACH_ROWS(CALL_UNPACKED, Q8_0) EACH_ROWS(CALL_UNPACKED, Q4_0)
+        EACH_ROWS(CALL_UNPACKED, Q4_1)
+    }
+}
+
+static void unpack_blocks(int format, int blocks, const uint8_t *at, float *to) {
+    for (int i = 0; i < blocks; i++, at += block_bytes(format), to += BLOCK * PANEL) {
+        fetch(at, block_bytes(format));
+        switch (format) {
+#define CALL_UNPACK(f) case f: unpack(f, at + header_bytes(f), to); break;
+            FORMATS(CALL_UNPACK)
+        }
+    }
+}
+
+/* Rows in tiles as equal as can be, over `blocks` blocks of one panel. */
+static void tiles(int format, int rows, int blocks, const Operands *o, const float *floats, float *acc) {
+    Operands part = *o;
+    for (int done = 0, left = (rows + SMALL - 1) / SMALL; left; left--) {
+        int now = (rows - done + left - 1) / left;
+        if (floats) unpacked(format, now, blocks, &part, floats, acc + done * PANEL);
+        else direct(format, now, 1, blocks, &part, acc + done * PANEL);
+        part.x += now * o->ldx;
+        part.totals += now * o->ldt;
+        done += now;
+    }
+}
+
+/* Rows that are multiplied while their inputs stay in the second cache. */
+#define ROWS 96
+/* Rows of several tiles take the inputs a slab of blocks at a time, small enough for the first cache; from UNPACK_FROM
+ * rows on it pays to unpack the slab once for all tiles. */
+#define UNPACK_FROM 13
+#define SLAB 4
+
+/* Panels begin..end of y = x W^T + bias + residual. */
+static void share(const Matrix *w, const Operands *x, int rows, Result to, int begin, int end) {
+    float floats[SLAB * BLOCK * PANEL] __attribute__((aligned(64))), acc[ROWS * PANEL] __attribute__((aligned(64)));
+    const int total = w->inputs / BLOCK, bytes = block_bytes(w->format);
+    const int share_floats = rows >= UNPACK_FROM && w->format != FLOAT32, slab = w->format == FLOAT32 ? SLAB / 2 : SLAB;
+    Operands o = *x;
+    for (int panel = begin, panels; panel < end; panel += panels) {
+        panels = rows > SMALL || panel + panels_at_once[rows] > end ? 1 : panels_at_once[rows];
+        o.data = w->data + panel * o.stride;
+        memset(acc, 0, rows * panels * PANEL * sizeof(float));
+        if (rows <= SMALL)
+            direct(w->format, rows, panels, total, &o, acc);
+        else
+            for (int b = 0, blocks; b < total; b += blocks) {
+                blocks = total - b < slab ? total - b : slab;
+                Operands part = {o.data + (size_t)b * bytes, o.stride, x->x + b * BLOCK, o.ldx, x->totals + b, o.ldt};
+                if (share_floats) unpack_blocks(w->format, blocks, part.data, floats);
+                tiles(w->format, rows, blocks, &part, share_floats ? floats : 0, acc);
+            }
+        finish(w, &to, rows, panels, panel, acc, panels * PANEL);
+    }
+}
+
+/* This thread's share of y = x W^T + bias + residual. */
+static void product(const Matrix *w, const float *x, size_t ldx, int rows, Result to) {
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int panels = (w->outputs + PANEL - 1) / PANEL;
+    const int begin = (long)panels * thread / threads, end = (long)panels * (thread + 1) / threads;
+    Operands o = {.stride = (size_t)(w->inputs / BLOCK) * block_bytes(w->format), .ldx = ldx, .ldt = w->inputs / BLOCK};
+    float *totals = 0, *inputs = 0;
+    if (has_nibbles(w->format)) {
+        totals = scratch(0, ROWS * (o.ldt + w->inputs) * sizeof(float));
+        inputs = totals + ROWS * o.ldt;
+        o.ldx = w->inputs;
+    }
+    for (int row = 0; row < rows; row += ROWS) {
+        int now = rows - row < ROWS ? rows - row : ROWS;
+        o.x = totals ? inputs : x + row * ldx;
+        o.totals = totals;
+        for (int r = 0; totals && r < now; r++) {
+            const float *from = x + (row + r) * ldx;
+            for (size_t b = 0; b < o.ldt; b++) {
+                vec sum = {0};
+                for (int i = 0; i < BLOCK; i += LANES) sum += load(from + b * BLOCK + i);
+                totals[r * o.ldt + b] = total(sum);
+            }
+            scaled(from, w->inputs, inputs + (size_t)r * w->inputs);
+        }
+        Result part = {to.y + row * to.ldy, to.residual ? to.residual + row * to.ldy : 0, to.ldy};
+        share(w, &o, now, part, begin, end);
+    }
+}
+
+/* y = x W^T + bias, [rows, outputs]. */
+void paceline_product(const Matrix *w, const float *x, long rows, float *y, int threads) {
+#pragma omp parallel num_threads(threads)
+    product(w, x, w->inputs, rows, (Result){y, 0, w->outputs});
+}
+
+/* Rows `indices` of the matrix itself, [count, inputs] in float32. */
+void paceline_rows(const Matrix *w, const int64_t *indices, long count, float *to) {
+    const int bytes = block_bytes(w->format), header = header_bytes(w->format), blocks = w->inputs / BLOCK;
+    for (long i = 0; i < count; i++) {
+        const int lane = indices[i] % PANEL;
+        const uint8_t *at = w->data + indices[i] / PANEL * blocks * bytes;
+        for (int b = 0; b < blocks; b++, at += bytes) {
+            const uint8_t *word = at + header + 4 * lane, *half = at + 2 * lane / (2 * LANES) * (2 * LANES);
+            const float scale = header ? halves(half)[lane % LANES] : 0;
+            const float least = w->format == Q4_1 ? halves(half + 2 * PANEL)[lane % LANES] : w->format == Q4_0 ? -8 * scale : 0;
+            for (int k = 0; k < BLOCK; k++, to++) {
+                union { uint32_t bits; float number; } value;
+                switch (w->format) {
+                case FLOAT32: memcpy(to, word + 64 * k, 4); break;
+                case BFLOAT16:
+                    memcpy(&value.bits, word + 64 * (k / 2), 4);
+                    value.bits = k % 2 ? value.bits & 0xffff0000u : value.bits << 16;
+                    *to = value.number;
+                    break;
+                case FLOAT16: *to = halves(half + 32 * k)[lane % LANES]; break;
+                case Q8_0: *to = scale * (int8_t)word[64 * (k / 4) + k % 4]; break;
+                default: *to = scale * (word[64 * (k / 8) + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15) + least;
+                }
+            }
+        }
+    }
+}
+
+/* ---- the pieces of a layer between its products ---- */
+
+/* RMS norm of one row; `size` is a multiple of LANES. */
+static void norm(const float *x, const float *weight, float eps, int size, float *y) {
+    vec squares = {0};
+    for (int i = 0; i < size; i += LANES) squares += load(x + i) * load(x + i);
+    float scale = 1.0f / sqrtf(total(squares) / size + eps);
+    for (int i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
+}
+
+/* norm(x) for whoever multiplies with it next: a few rows are quicker normed by every thread for itself than waited for. */
+static const float *normed(const float *x, const float *weight, float eps, int size, long rows, float *shared) {
+    if (rows <= SMALL) {
+        float *own = scratch(2, rows * size * sizeof(float));
+        for (long r = 0; r < rows; r++) norm(x + r * size, weight, eps, size, own + r * size);
+        return own;
+    }
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++) norm(x + r * size, weight, eps, size, shared + r * size);
+    return shared;
+}
+
+/* x += norm(y); all threads wait for all rows. */
+static void add_normed(const float *y, const float *weight, float eps, int size, long rows, float *x) {
+#pragma omp for schedule(static)
+    for (long r = 0; r < rows; r++) {
+        float *own = scratch(2, size * sizeof(float));
+        norm(y + r * size, weight, eps, size, own);
+        for (int i = 0; i < size; i++) x[r * size + i] += own[i];
+    }
+}
+
+INLINE vec tanh_of(vec x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
+
+enum { SILU, GELU_TANH, GELU };
+
+INLINE vec activated(int activation, vec x) {
+    if (activation == SILU) return x / (1.0f + exponential(-x));
+    if (activation == GELU_TANH) return 0.5f * x * (1.0f + tanh_of(0.7978845608f * (x + 0.044715f * x * x * x)));
+    vec y;
+    for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.7071067812f));
+    return y;
+}
+
+/* ---- the two halves of a layer, as one thread of several runs them ---- */
+
+typedef struct {
+    Matrix gate, up, down;
+    const float *norm, *post_norm; /* the second may be null */
+    float eps;
+    int32_t activation;
+} MLP;
+
+/* x += post_norm(down(activation(gate(n)) * up(n))), n = norm(x). Threads may leave before all of x is there. `scratch`
+ * holds rows * (2 hidden + 2 wide) numbers, wide being the outputs of gate and up. */
+static void mlp(const MLP *m, float *x, long rows, float *scratch) {
+    const int hidden = m->gate.inputs, wide = m->down.inputs;
+    float *after = scratch + rows * hidden, *gate = after + rows * hidden, *up = gate + rows * wide;
+    const float *n = normed(x, m->norm, m->eps, hidden, rows, scratch);
+    product(&m->gate, n, hidden, rows, (Result){gate, 0, wide});
+    product(&m->up, n, hidden, rows, (Result){up, 0, wide});
+    /* Both products gave this thread the same columns, so nobody has to wait. */
+    const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), panels = wide / PANEL;
+    const int begin = (long)panels * thread / threads * PANEL, end = (long)panels * (thread + 1) / threads * PANEL;
+    for (long r = 0; r < rows; r++)
+        for (int i = begin; i < end; i += LANES) {
+            float *at = gate + r * wide + i;
+            const vec in = load(at);
+            const vec out = m->activation == SILU ? activated(SILU, in)
+                : m->activation == GELU_TANH ? activated(GELU_TANH, in) : activated(GELU, in);
+            store(at, out * load(up + r * wide + i));
+        }
+#pragma omp barrier
+    if (!m->post_norm) {
+        product(&m->down, gate, wide, rows, (Result){x, x, hidden});
+        return;
+    }
+    product(&m->down, gate, wide, rows, (Result){after, 0, hidden});
+#pragma omp barrier
+    add_normed(after, m->post_norm, m->eps, hidden, rows, x);
+}
+
+typedef struct {
+    Matrix q, k, v, output;
+    const float *norm, *post_norm, *q_norm, *k_norm; /* all but the first may be null */
+    float eps, scale, softcap;                       /* softcap 0: none */
+    int32_t head_dim;
+} Attention;
+
+/* Consecutive tokens of one sequence. */
+typedef struct {
+    int32_t tokens, slot, start, window; /* position of the first token; window 0: each token sees all before it */
+} Chunk;
+
+/* One layer's keys and values, [slots, kv heads, capacity, head_dim] each, in float32 or float16. */
+typedef struct {
+    void *keys, *values;
+    int64_t capacity;
+    int32_t half;
+} Cache;
+
+/* Positions that one token meets at once. Their borders are absolute, so that they are the same for every pass. */
+#define SPAN 32
+/* Tokens that meet a span while it is in the first cache. */
+#define TOGETHER 16
+
+static void to_half(const float *x, int size, uint16_t *y) {
+#if defined(__AVX512F__)
+    for (int i = 0; i < size; i += 16)
+        _mm256_storeu_si256((__m256i *)(y + i), _mm512_cvtps_ph(_mm512_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+    for (int i = 0; i < size; i += 8)
+        _mm_storeu_si128((__m128i *)(y + i), _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_NEON)
+    for (int i = 0; i < size; i += 4) vst1_u16(y + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
+#else
+    (void)x, (void)size, (void)y; /* ops.py never asks for it: see paceline_lanes */
+#endif
+}
+
+/* q or k of one token and head: normed, rotated, and written to `to`. */
+INLINE void placed(const Attention *a, float *x, const float *weight, const float *cos, const float *sin) {
+    const int size = a->head_dim, half = size / 2;
+    if (weight) norm(x, weight, a->eps, size, x);
+    if (!cos) return;
+    for (int i = 0; i < half; i++) {
+        float low = x[i], high = x[i + half];
+        x[i] = low * cos[i] + high * sin[i];
+        x[i + half] = high * cos[i + half] + low * sin[i + half];
+    }
+}
+
+static void store_position(const Cache *cache, void *to, long at, const float *x, int size) {
+    if (cache->half) to_half(x, size, (uint16_t *)to + at);
+    else memcpy((float *)to + at, x, size * sizeof(float));
+}
+
+/* `count` positions from `at` on, as float32: in place, or converted to `to`. */
+static const float *positions(const Cache *cache, const void *from, long at, long count, float *to) {
+    if (!cache->half) return (const float *)from + at;
+    for (long i = 0; i < count; i += LANES) store(to + i, halves((const uint8_t *)((const uint16_t *)from + at + i)));
+    return to;
+}
+
+/* Lane i of the result is the sum of v[i]: halves of pairs are added until one vector is left. */
+INLINE vec totals_of(vec v[LANES]) {
+#define LOW(i, h) ((i) & (h) ? LANES + (i) - (h) : (i))
+#if LANES == 4
+#define INDICES(h, d) {LOW(0, h) + d, LOW(1, h) + d, LOW(2, h) + d, LOW(3, h) + d}
+#else
+#define INDICES8(o, h, d)                                                                                              \
+    LOW(o, h) + d, LOW(o + 1, h) + d, LOW(o + 2, h) + d, LOW(o + 3, h) + d, LOW(o + 4, h) + d, LOW(o + 5, h) + d,        \
+        LOW(o + 6, h) + d, LOW(o + 7, h) + d
+#if LANES == 8
+#define INDICES(h, d) {INDICES8(0, h, d)}
+#else
+#define INDICES(h, d) {INDICES8(0, h, d), INDICES8(8, h, d)}
+#endif
+#endif
+#define FOLD(h)                                                                                                        \
+    UNROLL for (int i = 0; i < LANES; i += 2 * h) v[i] =                                                               \
+        __builtin_shuffle(v[i], v[i + h], (ivec)INDICES(h, 0)) + __builtin_shuffle(v[i], v[i + h], (ivec)INDICES(h, h));
+    FOLD(1) FOLD(2)
+#if LANES > 4
+    FOLD(4)
+#endif
+#if LANES > 8
+    FOLD(8)
+#endif
+    return v[0];
+}
+
+/* A token's softmax so far: the largest score, and the sum of exp(score - largest). Its weighted values are in out. */
+typedef struct {
+    float largest, sum;
+} Softmax;
+
+#if LANES == 4
+static const ivec lane_numbers = {0, 1, 2, 3};
+#elif LANES == 8
+static const ivec lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+static const ivec lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#endif
+
+/* One token and query head over positions low..high - 1 of the span whose keys and values begin at `begin`. */
+static void meet(const Attention *a, const float *q, const float *keys, const float *values, int begin, int low, int high,
+                 Softmax *state, float *out) {
+    const int size = a->head_dim;
+    float weights[SPAN];
+    vec best = all(state->largest);
+    for (int i = 0; i < SPAN; i += LANES) {
+        vec scores = all(-INFINITY);
+        if (begin + i < high && begin + i + LANES > low) {
+            /* Lanes beyond the last position repeat it: there is nothing to read behind it. */
+            const float *key[LANES];
+            UNROLL for (int l = 0; l < LANES; l++) {
+                int at = i + l < high - begin ? i + l : high - begin - 1;
+                key[l] = keys + (long)at * size;
+            }
+            vec sums[LANES];
+            UNROLL for (int l = 0; l < LANES; l++) sums[l] = all(0);
+            for (int d = 0; d < size; d += LANES) {
+                vec query = load(q + d);
+                UNROLL for (int l = 0; l < LANES; l++) sums[l] += query * load(key[l] + d);
+            }
+            scores = totals_of(sums);
+            scores = a->softcap ? a->softcap * tanh_of(scores * (a->scale / a->softcap)) : scores * a->scale;
+            ivec position = lane_numbers + (begin + i);
+            scores = choose((position >= low) & (position < high), scores, all(-INFINITY));
+            best = choose(scores > best, scores, best);
+        }
+        store(weights + i, scores);
+    }
+    float largest = best[0];
+    UNROLL for (int l = 1; l < LANES; l++) largest = best[l] > largest ? best[l] : largest;
+    vec sum = {0};
+    for (int i = 0; i < SPAN; i += LANES) {
+        vec weight = exponential(load(weights + i) - largest);
+        store(weights + i, weight);
+        sum += weight;
+    }
+    const float kept = exponential(all(state->largest - largest))[0];
+    state->largest = largest;
+    state->sum = state->sum * kept + total(sum);
+#define VALUES(count)                                                                                                  \
+    for (; d + (count) * LANES <= size; d += (count) * LANES) {                                                        \
+        vec sums[count];                                                                                               \
+        UNROLL for (int i = 0; i < count; i++) sums[i] = load(out + d + i * LANES) * kept;                             \
+        for (int at = low - begin; at < high - begin; at++) {                                                          \
+            vec weight = all(weights[at]);                                                                             \
+            UNROLL for (int i = 0; i < count; i++) sums[i] += weight * load(values + (long)at * size + d + i * LANES);  \
+        }                                                                                                              \
+        UNROLL for (int i = 0; i < count; i++) store(out + d + i * LANES, sums[i]);                                    \
+    }
+    int d = 0;
+    VALUES(8)
+    VALUES(1)
+}
+
+/* Up to TOGETHER tokens of a chunk, one query head. */
+static void attend(const Attention *a, const Cache *cache, long head_at, const float *q, float *out, long stride, int start,
+                   int tokens, int window) {
+    const int size = a->head_dim;
+    Softmax states[TOGETHER];
+    for (int t = 0; t < tokens; t++) {
+        states[t] = (Softmax){-INFINITY, 0};
+        memset(out + t * stride, 0, size * sizeof(float));
+    }
+    float *converted = cache->half ? scratch(1, 2 * SPAN * size * sizeof(float)) : 0;
+    const int end = start + tokens, first = window && start + 1 > window ? start + 1 - window : 0;
+    for (int begin = first / SPAN * SPAN; begin < end; begin += SPAN) {
+        const int count = end - begin < SPAN ? end - begin : SPAN;
+        const long at = head_at + (long)begin * size;
+        const float *keys = positions(cache, cache->keys, at, (long)count * size, converted);
+        const float *values = positions(cache, cache->values, at, (long)count * size, converted + SPAN * size);
+        for (int t = 0; t < tokens; t++) {
+            int position = start + t;
+            int low = window && position + 1 > window ? position + 1 - window : 0, high = position + 1;
+            if (low < begin) low = begin;
+            if (high > begin + SPAN) high = begin + SPAN;
+            if (low < high) meet(a, q + t * stride, keys, values, begin, low, high, states + t, out + t * stride);
+        }
+    }
+    for (int t = 0; t < tokens; t++) {
+        const vec share = all(1.0f / states[t].sum);
+        for (int i = 0; i < size; i += LANES) store(out + t * stride + i, load(out + t * stride + i) * share);
+    }
+}
+
+/* Where the rows of a pass belong: chunks one after the other, and each row's cos and sin, [rows, head_dim], the first
+ * half of sin negated; null: no rotation. */
+typedef struct {
+    const Chunk *chunks;
+    const float *cos, *sin;
+    int32_t count;
+} Places;
+
+/* x += post_norm(output(attention)), every chunk over its own slot, whose keys and values are written first. Threads may
+ * leave before all of x is there. `scratch` holds rows * (2 hidden + 2 q + k + v) numbers. */
+static void attention(const Attention *a, const Cache *cache, const Places *places, float *x, long rows, float *scratch) {
+    const int hidden = a->q.inputs, size = a->head_dim, heads = a->q.outputs / size, kv_heads = a->k.outputs / size;
+    const int q_size = a->q.outputs, kv_size = a->k.outputs;
+    float *after = scratch + rows * hidden, *q = after + rows * hidden, *mixed = q + rows * q_size;
+    float *k = mixed + rows * q_size, *v = k + rows * kv_size;
+    const float *n = normed(x, a->norm, a->eps, hidden, rows, scratch);
+    product(&a->q, n, hidden, rows, (Result){q, 0, q_size});
+    product(&a->k, n, hidden, rows, (Result){k, 0, kv_size});
+    product(&a->v, n, hidden, rows, (Result){v, 0, kv_size});
+#pragma omp barrier
+    const Chunk *end = places->chunks + places->count;
+    long row = 0;
+    for (const Chunk *chunk = places->chunks; chunk < end; row += chunk++->tokens) {
+        const int units = chunk->tokens * (heads + kv_heads);
+#pragma omp for schedule(static) nowait
+        for (int unit = 0; unit < units; unit++) {
+            const int t = unit / (heads + kv_heads), h = unit % (heads + kv_heads) - heads;
+            const float *cosines = places->cos ? places->cos + (row + t) * size : 0;
+            const float *sines = places->cos ? places->sin + (row + t) * size : 0;
+            if (h < 0) {
+                placed(a, q + (row + t) * q_size + (h + heads) * size, a->q_norm, cosines, sines);
+                continue;
+            }
+            const long at = (((long)chunk->slot * kv_heads + h) * cache->capacity + chunk->start + t) * size;
+            float *key = k + (row + t) * kv_size + h * size;
+            placed(a, key, a->k_norm, cosines, sines);
+            store_position(cache, cache->keys, at, key, size);
+            store_position(cache, cache->values, at, v + (row + t) * kv_size + h * size, size);
+        }
+    }
+#pragma omp barrier
+    row = 0;
+    for (const Chunk *chunk = places->chunks; chunk < end; row += chunk++->tokens) {
+        const int together = chunk->tokens > TOGETHER ? TOGETHER : 4;
+        const int parts = (chunk->tokens + together - 1) / together;
+#pragma omp for schedule(dynamic) nowait
+        for (int unit = 0; unit < parts * heads; unit++) {
+            const int h = unit % heads, t = unit / heads * together;
+            const int tokens = chunk->tokens - t < together ? chunk->tokens - t : together;
+            const long head_at = ((long)chunk->slot * kv_heads + h / (heads / kv_heads)) * cache->capacity * size;
+            const long at = (row + t) * q_size + h * size;
+            attend(a, cache, head_at, q + at, mixed + at, q_size, chunk->start + t, tokens, chunk->window);
+        }
+    }
+#pragma omp barrier
+    if (!a->post_norm) {
+        product(&a->output, mixed, q_size, rows, (Result){x, x, hidden});
+        return;
+    }
+    product(&a->output, mixed, q_size, rows, (Result){after, 0, hidden});
+#pragma omp barrier
+    add_normed(after, a->post_norm, a->eps, hidden, rows, x);
+}
+
+typedef struct {
+    Attention attention;
+    MLP mlp;
+    int32_t kind; /* which of the pass's places hold for it: layers differ in window and rotation */
+} Layer;
+
+/* x, [rows, hidden], through `count` layers with their caches and, where it is given, the norm behind the last.
+ * `scratch` is what the hungrier of attention and mlp needs. */
+void paceline_layers(const Layer *layers, const Cache *caches, long count, const Places *kinds, const float *last_norm,
+                     float *x, long rows, float *scratch, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        for (long i = 0; i < count; i++) {
+            attention(&layers[i].attention, caches + i, kinds + layers[i].kind, x, rows, scratch);
+#pragma omp barrier
+            mlp(&layers[i].mlp, x, rows, scratch);
+#pragma omp barrier
+        }
+        if (last_norm) {
+            const int hidden = layers->mlp.gate.inputs;
+#pragma omp for schedule(static)
+            for (long r = 0; r < rows; r++) norm(x + r * hidden, last_norm, layers->mlp.eps, hidden, x + r * hidden);
+        }
+    }
+}
+
+/* What the library was compiled for: heads have to be multiples of this, and float16 caches need hardware for it. */
+int paceline_lanes(void) { return LANES; }
+int paceline_has_halves(void) {
+#if defined(__F16C__) || defined(__AVX512F__) || defined(__ARM_NEON)
+    return 1;
+#else
+    return 0;
+#endif
+}
