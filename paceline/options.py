@@ -80,6 +80,11 @@ class ModelOptions:
         Literal["q8_0"] | None,
         _model("On a CPU: hold model and draft in Q8_0 blocks, 8.5 bits a weight. An approximation of the checkpoint."),
     ] = None
+    kv_cache_dtype: Annotated[
+        Literal["auto", "float32", "float16"],
+        _model("What keys and values are held in; float16 takes half the memory, on a CPU."),
+    ] = "auto"
+    compile: Annotated[bool, _model("Let torch compile the model, with CUDA graphs (untested).", "--compile")] = False
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 

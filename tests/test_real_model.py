@@ -1,20 +1,25 @@
-"""SmolLM2-135M in float32 through the public interface: speculation changes nothing but the time."""
+"""SmolLM2-135M through the public interface: speculation changes nothing but the time, in any format of weights."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import quantize
 
+import paceline.kernels as kernels
 from paceline import LLM, SamplingParams, load
+from paceline.checkpoints import gguf_file
 from paceline.checkpoints.load import Checkpoint
 from paceline.models.decoder import Decoder
 from paceline.models.interface import Chunk
+from paceline.models.quant import Quantized
 from paceline.proposers.draft_model import DraftModelProposer
 from paceline.sampling import rejection
 from paceline.sampling.sampler import RULES, Rule
@@ -112,6 +117,77 @@ def test_a_request_with_a_seed_gives_the_same_text_alone_and_among_seven_others(
             assert (
                 texts(llm(checkpoint, "ngram", verify=verify), PROMPTS[i : i + 1], asked[i : i + 1])[0] == together[i]
             )
+
+
+# ---- greedy equality over long texts, in every format ----
+
+MORE_PROMPTS = [
+    *PROMPTS,
+    "Write a haiku about the sea.",
+    "The best way to learn programming is",
+    "In 1969,",
+    "SELECT name FROM users WHERE",
+    "Dear Sir or Madam,",
+    "Chapter 1\n\nIt was",
+    "Ingredients:\n- 2 eggs\n-",
+    "def quicksort(arr):",
+    "To be, or not to be,",
+    "The mitochondria is",
+    "<html>\n<head>",
+    "Yesterday I went to the market and",
+]
+BLOCKS = {"q8_0": GGMLQuantizationType.Q8_0, "q4_0": GGMLQuantizationType.Q4_0, "q4_1": GGMLQuantizationType.Q4_1}
+
+
+def in_format(checkpoint: Checkpoint, format: str) -> Decoder:
+    """The built-in model with every matrix in this format, rounded to it where that has to be."""
+    file = gguf_file.read_gguf(checkpoint.source.path)
+    config = gguf_file.read_config(file)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor | Quantized]]:
+        for name, tensor in gguf_file.read_tensors(file, config):
+            plain = tensor.dequantize() if isinstance(tensor, Quantized) else tensor
+            if plain.dim() < 2 or format not in BLOCKS:
+                yield name, plain
+                continue
+            blocks = torch.from_numpy(quantize(plain.numpy(), BLOCKS[format]))
+            yield name, Quantized(format=format, blocks=blocks.unflatten(1, (plain.shape[1] // 32, -1)))
+
+    dtype = None if format in BLOCKS else getattr(torch, format)
+    return Decoder.from_tensors(config, tensors(), dtype=dtype, packed=True)
+
+
+@pytest.mark.skipif(not kernels.available(), reason="needs a C compiler")
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16", *BLOCKS])
+def test_greedy_texts_of_200_tokens_are_the_same_with_and_without_a_draft(checkpoint: Checkpoint, format: str) -> None:
+    """Bit for bit the same logits, whatever is scored beside them: so no near-tie can part two texts."""
+    model = in_format(checkpoint, format)
+    asked = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+
+    def texts(draft: Any, count: int = len(MORE_PROMPTS), **options: Any) -> list[list[int]]:
+        engine = LLM(model, draft, tokenizer=checkpoint.tokenizer, **options)
+        return [completion.token_ids for completion in engine.generate(MORE_PROMPTS[:count], asked)]
+
+    plain = texts(None, max_num_seqs=10)
+    assert texts("ngram", max_num_seqs=8, draft_tokens=7) == plain
+    assert texts(None, count=2, max_num_seqs=1) == plain[:2]
+    assert texts("ngram", count=4, max_num_seqs=1, draft_tokens=4) == plain[:4]
+    assert texts(model.cut((0, 1, 28, 29)), count=2, max_num_seqs=1, draft_tokens=4) == plain[:2]
+
+
+def test_a_float16_cache_takes_half_the_memory_and_keeps_texts_equal(checkpoint: Checkpoint) -> None:
+    half = LLM("smollm2-135m", None, kv_cache_dtype="float16")
+    assert isinstance(half.target, Decoder)
+    cache = half.target.new_cache(1, 64)
+    assert cache.keys[0].dtype == cache.values[0].dtype == torch.float16
+    asked = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    plain = half.generate(MORE_PROMPTS[:3], asked)
+    drafted = LLM(half.target, "ngram", tokenizer=half.tokenizer, max_num_seqs=2).generate(MORE_PROMPTS[:3], asked)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    whole = LLM("smollm2-135m", None).target
+    ids = half.tokenizer.encode(MORE_PROMPTS[3])
+    logits = [model([Chunk(0, ids)], model.new_cache(1, 64)).logits[0] for model in (half.target, whole)]
+    assert 0 < (logits[0] - logits[1]).abs().max() < 0.05 * logits[1].abs().max()
 
 
 # ---- the distribution, on the real model ----

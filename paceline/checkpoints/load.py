@@ -81,7 +81,15 @@ class Inspection:
         return 2 * self.config.num_layers * self.config.num_kv_heads * self.config.head_dim * DTYPES["float32"]
 
 
-def load(name: str, *, dtype: str = "auto", device: str = "auto", quantize: str | None = None) -> Checkpoint:
+def load(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantize: str | None = None,
+    kv_cache_dtype: str = "auto",
+    compile: bool = False,
+) -> Checkpoint:
     """Load a model by path, built-in name or hub id, fetching it on first use.
 
     `dtype` "auto" keeps each matrix in the format it is stored in, as far as the device can multiply it: a CPU can for
@@ -90,6 +98,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", quantize: str 
     `device` "auto" takes a GPU where there is one (Apple's is not tested).
     `quantize` "q8_0" turns every matrix that is not in blocks yet into Q8_0 blocks, on a CPU. That approximates the
     checkpoint; "lossless" is then against the model as loaded.
+    `kv_cache_dtype` "float16" halves the memory of keys and values, where the CPU kernels run the model.
+    `compile` lets torch compile what is the same in every pass, with CUDA graphs; for CUDA, and not tested yet.
 
     Where the CPU kernels cannot be compiled, a CPU is as other devices are, and the notes say so.
     """
@@ -107,6 +117,10 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", quantize: str 
     slow = kernels.notice() if place.type == "cpu" else None
     if quantize and slow:
         raise ValueError(f"quantize={quantize!r} needs the CPU kernels. {slow} Mend that, or drop quantize.")
+    if kv_cache_dtype not in ("auto", "float32", "float16"):
+        raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown: choose auto, float32 or float16.")
+    if compile and place.type != "cuda":
+        raise ValueError(f"compile=True is for CUDA and the device is {place}: drop it.")
     wish = Wish(dtype=dtype, quantize=quantize, packed=place.type == "cpu" and not slow)
     if source.kind == "gguf":
         file = gguf_file.read_gguf(source.path)
@@ -115,6 +129,10 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", quantize: str 
         facts = _folder_facts(source, wish)
     model: LanguageModel
     if facts.config is None:
+        if kv_cache_dtype != "auto" or compile:
+            raise ValueError(
+                f"{name} is run by transformers, which keeps its own cache: drop kv_cache_dtype and compile."
+            )
         model = _transformers_model(source.path, getattr(torch, facts.dtype), place)
     else:
         from paceline.models.decoder import Decoder
@@ -126,13 +144,17 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", quantize: str 
             tensors = folder.read_tensors(source.path)
         if quantize:
             tensors = _quantized(tensors)
-        model = Decoder.from_tensors(
+        decoder = model = Decoder.from_tensors(
             facts.config,
             tensors,
             dtype=None if wish.packed and dtype == "auto" else getattr(torch, facts.dtype),
             device=place,
             packed=wish.packed,
         )
+        if kv_cache_dtype != "auto":
+            decoder.set_cache_dtype(getattr(torch, kv_cache_dtype))
+        if compile:
+            decoder.compile_layers()
     notes = (*facts.notes, slow) if slow and facts.config is not None else facts.notes
     return Checkpoint(model=model, tokenizer=facts.tokenizer, eos_ids=facts.eos_ids, source=source, notes=notes)
 

@@ -115,7 +115,7 @@ class Batch:
             unread[:READ_CHUNK],
             reads_prompt=not sequence.output,
             gives_tokens=len(unread) <= READ_CHUNK,
-            draft=Draft.empty(),
+            draft=Draft(),
         )
 
     def _draft(self, turns: list[_Turn]) -> None:
@@ -139,8 +139,8 @@ class Batch:
         if not turn.gives_tokens:
             return []
         logits_SV = logits_OV[-len(draft) - 1 :]
-        p_SV = sampler.probabilities(logits_SV, sequence.tokens, draft.tokens)
-        verdict = sampler.verify(p_SV, draft, anchor=len(sequence.tokens))
+        p_S = sampler.distributions(logits_SV, sequence.tokens, draft.tokens)
+        verdict = sampler.verify(p_S, draft, anchor=len(sequence.tokens))
         tokens = [*draft.tokens[: verdict.accepted], verdict.token]
         last = Provenance.BONUS if verdict.accepted == len(draft) else Provenance.RECOVERED
         provenance = [Provenance.ACCEPTED] * verdict.accepted + [last if draft.tokens else Provenance.PLAIN]

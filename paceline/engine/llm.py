@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -49,6 +50,9 @@ class LLM:
         "bfloat16" or "float16".
     quantize: None, or "q8_0" to hold model and draft in Q8_0 blocks on a CPU: less to read for each token, and an
         approximation of the file. Only of what is loaded by name; "lossless" is then against the model as loaded.
+    kv_cache_dtype: "auto" (that of the activations), or "float16" for keys and values in half the memory, where the CPU
+        kernels run the model. Rounding them makes another target, to which speculation is as exact.
+    compile: let torch compile what is the same in every pass, with CUDA graphs. For CUDA; not tested yet.
     device: "auto", "cpu", "cuda", ...
     threads: CPU threads of torch; None leaves its own choice.
     max_num_seqs: completions that run at once.
@@ -65,6 +69,8 @@ class LLM:
         verify: Literal["token", "block", "coupled"] = "token",
         dtype: str = "auto",
         quantize: str | None = None,
+        kv_cache_dtype: str = "auto",
+        compile: bool = False,
         device: str = "auto",
         threads: int | None = None,
         max_num_seqs: int = 8,
@@ -82,9 +88,10 @@ class LLM:
             torch.set_num_threads(threads)
         self._rule = RULES[verify]
         self._max_num_seqs = max_num_seqs
-        self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, dtype, quantize, device)
+        how = _How(dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, compile=compile, device=device)
+        self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, how)
         self.draft_tokens = draft_tokens
-        self._new_proposer = self._proposers(draft, draft_tokenizer, dtype, quantize)
+        self._new_proposer = self._proposers(draft, draft_tokenizer, how)
 
     def generate(
         self,
@@ -228,18 +235,17 @@ class LLM:
         self,
         draft: str | Path | LanguageModel | PreTrainedModel | None,
         draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
-        dtype: str,
-        quantize: str | None,
+        how: _How,
     ) -> Callable[[int, int], Proposer]:
         """(slots, capacity) -> the proposer of one run."""
         if draft is None:
             return lambda slots, capacity: NoProposer()
         if draft in ("auto", "ngram"):
             return lambda slots, capacity: NgramProposer(self.target.vocab_size, self.target.device)
-        by_name = isinstance(draft, (str, Path))
-        drafting = _loaded(
-            draft, draft_tokenizer or self.tokenizer, dtype, quantize if by_name else None, str(self.target.device)
-        )
+        if not isinstance(draft, (str, Path)):
+            how = _How()  # it is as it is
+        device = str(self.target.device)
+        drafting = _loaded(draft, draft_tokenizer or self.tokenizer, replace(how, device=device))
         vocabulary = VocabularyMap(
             self.tokenizer.tokens(),
             drafting.tokenizer.tokens(),
@@ -316,21 +322,33 @@ class _Loaded(NamedTuple):
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _How:
+    """The options of `load`."""
+
+    dtype: str = "auto"
+    quantize: str | None = None
+    kv_cache_dtype: str = "auto"
+    compile: bool = False
+    device: str = "auto"
+
+
 def _loaded(
     model: str | Path | LanguageModel | PreTrainedModel,
     tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
-    dtype: str,
-    quantize: str | None,
-    device: str,
+    how: _How,
 ) -> _Loaded:
     """Load by name, or take what is in memory (then as it is: `dtype` and `device` are its own)."""
     if isinstance(model, (str, Path)):
-        found = load(str(model), dtype=dtype, device=device, quantize=quantize)
+        found = load(str(model), **asdict(how))
         return _Loaded(found.model, found.tokenizer, found.eos_ids, found.notes)
-    if quantize is not None:
-        raise ValueError(
-            f"quantize is {quantize!r} and the model is in memory already: give its name, or drop quantize"
-        )
+    for name, value, default in (
+        ("quantize", how.quantize, None),
+        ("kv_cache_dtype", how.kv_cache_dtype, "auto"),
+        ("compile", how.compile, False),
+    ):
+        if value != default:
+            raise ValueError(f"{name} is {value!r} and the model is in memory already: give its name, or drop {name}")
     if tokenizer is None:
         raise ValueError("a model in memory needs its tokenizer: pass tokenizer=")
     if not isinstance(tokenizer, Tokenizer):

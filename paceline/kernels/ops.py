@@ -83,11 +83,11 @@ def _product(
     assert x_NI.dtype == torch.float32
     if not build.available():
         return product_twin(x_NI, Matrix(format=format, outputs=outputs, inputs=inputs, data=data), bias)
-    y_NO = torch.empty(rows, outputs)
+    x_NI, y_NO = x_NI.contiguous(), torch.empty(rows, outputs)
     matrix = _Matrix(_pointer(data), _pointer(bias), FORMATS.index(format), inputs, outputs)
     build.library().paceline_product(
         ctypes.byref(matrix),
-        c_void_p(_pointer(x_NI.contiguous())),
+        c_void_p(_pointer(x_NI)),
         c_long(rows),
         c_void_p(_pointer(y_NO)),
         torch.get_num_threads(),

@@ -30,7 +30,7 @@ static int omp_get_num_threads(void) { return 1; }
 #else
 #define LANES 4
 #endif
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
@@ -44,13 +44,24 @@ static int omp_get_num_threads(void) { return 1; }
 #define WIDE 4
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
+#ifdef __clang__
+#define UNROLL _Pragma("unroll")
+#define ROLLED _Pragma("nounroll")
+#else
 #define UNROLL _Pragma("GCC unroll 64")
 #define ROLLED _Pragma("GCC unroll 1")
+#endif
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef vec vec_at __attribute__((aligned(4), may_alias));
 typedef ivec ivec_at __attribute__((aligned(4), may_alias));
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
 
 INLINE vec load(const float *p) { return *(const vec_at *)p; }
 INLINE void store(float *p, vec v) { *(vec_at *)p = v; }
@@ -121,11 +132,17 @@ INLINE int block_bytes(int format) {
     return header_bytes(format) + PANEL * BLOCK * (format == FLOAT32 ? 8 : format == Q8_0 ? 2 : format >= Q4_0 ? 1 : 4) / 2;
 }
 
-/* Byte j of each word as a float times 2^24, which the block's scale takes back: that saves a shift. */
+/* Byte j of each word as a float times 2^24, which the block's scale takes back: it need not be moved to the bottom. */
 #define FROM_BYTE 0x1p-24f
 INLINE vec byte(ivec w, int j) {
-    ivec top = j == 3 ? w : w << (24 - 8 * j);
-    return __builtin_convertvector(j == 0 ? top : top & (int32_t)0xff000000, vec);
+    if (j == 3) return __builtin_convertvector(w & (int32_t)0xff000000, vec);
+#if defined(__AVX2__) && LANES == 8
+    const int32_t at = (j << 24) + 0x808080; /* byte j on top, zeros below */
+    const ivec order = {at, at + (4 << 24), at + (8 << 24), at + (12 << 24), at, at + (4 << 24), at + (8 << 24), at + (12 << 24)};
+    return __builtin_convertvector((ivec)_mm256_shuffle_epi8((__m256i)w, (__m256i)order), vec);
+#else
+    return __builtin_convertvector(j == 0 ? w << 24 : (w << (24 - 8 * j)) & (int32_t)0xff000000, vec);
+#endif
 }
 
 /* Input j of a word of nibbles, where it is: as a float that is too large by a power of two, which the inputs take back
@@ -581,21 +598,17 @@ static const float *positions(const Cache *cache, const void *from, long at, lon
 /* Lane i of the result is the sum of v[i]: halves of pairs are added until one vector is left. */
 INLINE vec totals_of(vec v[LANES]) {
 #define LOW(i, h) ((i) & (h) ? LANES + (i) - (h) : (i))
+#define FOUR(o, h, d) LOW(o, h) + d, LOW(o + 1, h) + d, LOW(o + 2, h) + d, LOW(o + 3, h) + d
 #if LANES == 4
-#define INDICES(h, d) {LOW(0, h) + d, LOW(1, h) + d, LOW(2, h) + d, LOW(3, h) + d}
+#define INDICES(h, d) FOUR(0, h, d)
+#elif LANES == 8
+#define INDICES(h, d) FOUR(0, h, d), FOUR(4, h, d)
 #else
-#define INDICES8(o, h, d)                                                                                              \
-    LOW(o, h) + d, LOW(o + 1, h) + d, LOW(o + 2, h) + d, LOW(o + 3, h) + d, LOW(o + 4, h) + d, LOW(o + 5, h) + d,        \
-        LOW(o + 6, h) + d, LOW(o + 7, h) + d
-#if LANES == 8
-#define INDICES(h, d) {INDICES8(0, h, d)}
-#else
-#define INDICES(h, d) {INDICES8(0, h, d), INDICES8(8, h, d)}
-#endif
+#define INDICES(h, d) FOUR(0, h, d), FOUR(4, h, d), FOUR(8, h, d), FOUR(12, h, d)
 #endif
 #define FOLD(h)                                                                                                        \
     UNROLL for (int i = 0; i < LANES; i += 2 * h) v[i] =                                                               \
-        __builtin_shuffle(v[i], v[i + h], (ivec)INDICES(h, 0)) + __builtin_shuffle(v[i], v[i + h], (ivec)INDICES(h, h));
+        SHUFFLE(v[i], v[i + h], INDICES(h, 0)) + SHUFFLE(v[i], v[i + h], INDICES(h, h));
     FOLD(1) FOLD(2)
 #if LANES > 4
     FOLD(4)

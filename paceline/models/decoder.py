@@ -254,6 +254,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in config.layers)
         self.norm = Norm(config.hidden_size, config.norm_eps)
         self.head = None if config.tied else Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._cache_dtype: torch.dtype | None = None
         # Angles and masks are computed once in a pass for each distinct layer, not for each.
         self._distinct = list(dict.fromkeys(config.layers))
         self._kinds = [self._distinct.index(layer) for layer in config.layers]
@@ -314,6 +315,7 @@ class Decoder(nn.Module):
             cut = Decoder(replace(self.config, layers=tuple(self.config.layers[layer] for layer in layers)))
         cut.embedding, cut.norm, cut.head = self.embedding, self.norm, self.head
         cut.layers = nn.ModuleList(self.layers[layer] for layer in layers)
+        cut._cache_dtype = self._cache_dtype
         return cut.train(self.training)
 
     @property
@@ -344,9 +346,28 @@ class Decoder(nn.Module):
             kv_heads=self.config.num_kv_heads,
             capacity=capacity,
             head_dim=self.config.head_dim,
-            dtype=self.dtype,
+            dtype=self._cache_dtype or self.dtype,
             device=self.device,
         )
+
+    def set_cache_dtype(self, dtype: torch.dtype) -> None:
+        """What new caches hold: the activations' own type, or float16 where the kernels run the layers."""
+        if dtype != self.dtype and not (dtype == torch.float16 and self._native is not None and kernels.can_halve()):
+            raise ValueError(
+                f"a cache of {dtype} needs the CPU kernels, which do not run this model here: leave kv_cache_dtype at "
+                f"auto, which is {self.dtype}"
+            )
+        self._cache_dtype = dtype
+
+    def compile_layers(self) -> None:
+        """Let torch compile what has the same shape whenever as many tokens run: the MLPs, with CUDA graphs.
+
+        Untested: written for CUDA, where launching small kernels one by one takes longer than running them. Attention
+        stays as it is, since its shapes grow with the text.
+        """
+        for block in self.layers:
+            assert isinstance(block, Block)
+            block.mlp.compile(mode="reduce-overhead", dynamic=False)
 
     def forward(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
         assert isinstance(cache, KVCache)

@@ -48,7 +48,7 @@ class NoProposer:
         pass
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
-        return [Draft.empty() for _ in requests]
+        return [Draft() for _ in requests]
 
     def observe(self, slot: int, tokens: Sequence[int]) -> None:
         pass

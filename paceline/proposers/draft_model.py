@@ -14,6 +14,7 @@ import torch
 from paceline.models.interface import Chunk, LanguageModel
 from paceline.proposers.base import Request
 from paceline.proposers.vocabulary import VocabularyMap
+from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
 
 READ_CHUNK = 512
@@ -26,14 +27,17 @@ class _Slot:
 
     tokens: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    committed: int = 0
+    """Tokens that are known to be committed; those behind them were drafted, or read since."""
 
     def append(self, token: int, width: int) -> None:
         self.tokens.append(token)
         self.ends.append((self.ends[-1] if self.ends else 0) + width)
 
     def cut(self, length: int) -> int:
-        """Keep the first `length` tokens; returns the positions they fill."""
+        """Keep the first `length` tokens, which are committed; returns the positions they fill."""
         del self.tokens[length:], self.ends[length:]
+        self.committed = length
         return self.ends[-1] if self.ends else 0
 
 
@@ -45,8 +49,13 @@ class _Drafting:
     k: int
     unread: list[int]
     """The draft's own ids that its cache does not hold yet."""
-    tokens: list[int] = field(default_factory=list)
-    probs: list[torch.Tensor] = field(default_factory=list)
+    history: list[int]
+    """Committed tokens, and what has been drafted behind them."""
+    probs: list[Distribution] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.history[len(self.request.tokens) :]
 
 
 class DraftModelProposer:
@@ -68,9 +77,10 @@ class DraftModelProposer:
     def observe(self, slot: int, tokens: Sequence[int]) -> None:
         held = self._slots[slot]
         # The last committed token is read anew, so that there is always something to predict from.
-        stands = min(len(held.tokens), len(tokens) - 1)
-        while held.tokens[:stands] != list(tokens[:stands]):
-            stands -= 1
+        most = min(len(held.tokens), len(tokens) - 1)
+        stands = min(held.committed, most)
+        while stands < most and held.tokens[stands] == tokens[stands]:
+            stands += 1
         self._cache.truncate(slot, held.cut(stands))
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
@@ -81,7 +91,7 @@ class DraftModelProposer:
             for g, logits_1D in zip(active, scores.logits, strict=True):
                 self._grow(g, logits_1D)
             step += 1
-        return [Draft(tuple(g.tokens), torch.cat(g.probs)) if g.tokens else Draft.empty() for g in growing]
+        return [Draft(tuple(g.tokens), tuple(g.probs)) for g in growing]
 
     def _read(self, request: Request) -> _Drafting:
         """Read what was committed since the last draft, all but the last chunk of it; decide how far to draft."""
@@ -92,21 +102,20 @@ class DraftModelProposer:
         # The last drafted token is never processed: k tokens fill k - 1 positions.
         k = min(request.k, self._cache.capacity - self._cache.length(slot) - len(unread) + 1)
         if k < 1:
-            return _Drafting(request, 0, [])
+            return _Drafting(request, 0, [], [])
         for token, spelling in zip(committed, spelled, strict=True):
             held.append(token, len(spelling))
         while len(unread) > READ_CHUNK:
             self.model([Chunk(slot, unread[:READ_CHUNK], outputs=0)], self._cache)
             unread = unread[READ_CHUNK:]
-        return _Drafting(request, k, unread)
+        return _Drafting(request, k, unread, list(request.tokens))
 
     def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> None:
-        request = g.request
-        if g.tokens:
-            self._slots[request.slot].append(g.tokens[-1], 1)
-        anchor = len(request.tokens)
-        q_1V = request.sampler.probabilities(self.vocabulary.to_target(logits_1D), [*request.tokens, *g.tokens])
-        token = request.sampler.propose(q_1V[0], anchor + len(g.tokens), anchor)
-        g.probs.append(q_1V)
-        g.tokens.append(token)
+        sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
+        if position > anchor:
+            self._slots[g.request.slot].append(g.history[-1], 1)
+        (q,) = sampler.distributions(self.vocabulary.to_target(logits_1D), g.history)
+        token = sampler.propose(q, position, anchor)
+        g.probs.append(q)
+        g.history.append(token)
         g.unread = list(self.vocabulary.spell(token))

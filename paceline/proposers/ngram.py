@@ -54,15 +54,23 @@ class NgramProposer:
     def _propose(self, request: Request) -> Draft:
         self.observe(request.slot, request.tokens)
         tokens = request.tokens
-        ends = self._indices[request.slot].ends.get(tuple(tokens[-self.shortest :]), [])
+        ends = self._indices[request.slot].ends.get(tuple(tokens[-self.shortest :]))
         if not ends:
-            return Draft.empty()
-        end = max(ends[-self.candidates :], key=lambda e: (self._agreement(tokens, e), e))
+            return Draft()
+        end, agreed = 0, self.shortest - 1
+        for other in reversed(ends[-self.candidates :]):
+            # Most are told apart by the one token that would make the agreement longer than the best so far.
+            if agreed < other and tokens[other - 1 - agreed] == tokens[-1 - agreed]:
+                found = self._agreement(tokens, other)
+                if found > agreed:
+                    end, agreed = other, found
+                if agreed == self.longest:
+                    break
         # Reading on past the last token reads what was just drafted: a repeated pattern goes on repeating.
         drafted = list(tokens[end : end + request.k])
         while len(drafted) < request.k:
             drafted.append(drafted[end + len(drafted) - len(tokens)])
-        return Draft.certain(drafted, self.vocab_size, self.device)
+        return Draft.certain(drafted, self.vocab_size)
 
     def _agreement(self, tokens: Sequence[int], end: int) -> int:
         """How many tokens before `end` equal the last tokens, `longest` at most."""

@@ -1,14 +1,16 @@
 """Block verification (Sun et al. 2024, arXiv 2403.10444): decides about the whole block, never expects fewer tokens.
 
-Shapes: K drafted tokens, V vocabulary.
+Shapes: K drafted tokens, S = K + 1 target distributions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
 from paceline.sampling.rejection import (
     Verdict,
@@ -23,7 +25,7 @@ from paceline.sampling.streams import Stream
 __all__ = ["decide", "propose", "verify"]
 
 
-def thresholds(p_SV: torch.Tensor, draft: Draft) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def thresholds(p_S: Sequence[Distribution], draft: Draft) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """[K] h: a prefix of i tokens is a candidate with probability h_i; and [K + 1] r: how much of the target's
     probability is still to be spent behind i tokens.
 
@@ -32,28 +34,28 @@ def thresholds(p_SV: torch.Tensor, draft: Draft) -> tuple[npt.NDArray[np.float64
     """
     size = len(draft)
     h_K, r_S = np.zeros(size), np.ones(size + 1)
-    for i, ratio in enumerate(likelihood_ratios(p_SV, draft), start=1):
+    for i, ratio in enumerate(likelihood_ratios(p_S, draft), start=1):
         r = r_S[i] = min(1.0, r_S[i - 1] * ratio)
         if i == size:
             h_K[i - 1] = r
             continue
-        surplus = (r * p_SV[i] - draft.probs[i]).clamp_(min=0).sum(dtype=torch.float64).item()
+        surplus = float(p_S[i].minus(draft.probs[i], r).probs.sum(dtype=np.float64))
         # 0 / 0 is p = q behind a prefix with r = 1: the next r is 1 again, and a longer prefix stands with certainty.
         h_K[i - 1] = surplus / (surplus + 1 - r) if surplus > 0 else 0
     return h_K, r_S
 
 
-def decide(p_SV: torch.Tensor, draft: Draft, uniforms_K: npt.NDArray[np.float64]) -> tuple[int, torch.Tensor]:
-    """How many tokens stand, and the [V] distribution (not normalised) of the one that follows.
+def decide(p_S: Sequence[Distribution], draft: Draft, uniforms_K: npt.NDArray[np.float64]) -> tuple[int, Distribution]:
+    """How many tokens stand, and the distribution (not normalised) of the one that follows.
 
     The longest candidate stands. Every uniform counts: the coupling is over the whole block, there is no early exit.
     """
-    h_K, r_S = thresholds(p_SV, draft)
+    h_K, r_S = thresholds(p_S, draft)
     accepted = int(max(np.flatnonzero(uniforms_K < h_K) + 1, default=0))
-    return accepted, residual(p_SV[accepted], draft, accepted, float(r_S[accepted]))
+    return accepted, residual(p_S[accepted], draft, accepted, float(r_S[accepted]))
 
 
-def verify(p_SV: torch.Tensor, draft: Draft, stream: Stream, anchor: int) -> Verdict:
+def verify(p_S: Sequence[Distribution], draft: Draft, stream: Stream, anchor: int) -> Verdict:
     """`decide` with this round's numbers, then the token that ends it. `anchor` is the committed length."""
-    accepted, rest_V = decide(p_SV, draft, accept_uniforms(draft, stream, anchor))
-    return Verdict(accepted, next_token(rest_V, stream, anchor, accepted))
+    accepted, rest = decide(p_S, draft, accept_uniforms(draft, stream, anchor))
+    return Verdict(accepted, next_token(rest, stream, anchor, accepted))

@@ -1,12 +1,16 @@
-"""Logits to probabilities: the one path, for the target and for every draft.
+"""Logits to distributions: the one path, for the target and for every draft.
 
 Whatever turns a model's logits into the distribution that tokens are drawn from happens here and nowhere else, so the
 q of a draft is the distribution its tokens were really drawn from, and no parameter can hold for one side only.
 
 Order, as in vLLM: logit_bias, min_tokens, penalties, temperature, min_p, top_k, top_p. Filters keep whatever ties with
-the last token kept, so that they depend on values alone and not on a sorting order.
+the last token kept, so that they depend on values alone and not on a sorting order. They leave few tokens, and find
+them by one comparison over the vocabulary; all that follows is about these few.
 
-Shapes: T positions, V vocabulary.
+Works on the host, in numpy, which compares and searches rows several times as fast as torch does on a CPU. A row never
+depends on how many rows are computed with it: torch's softmax has this property, sums over a dimension have not.
+
+Shapes: T positions, V vocabulary, N the tokens of one row that have any probability.
 """
 
 from __future__ import annotations
@@ -14,15 +18,65 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.sampling.params import SamplingParams
 
-_NUCLEUS_GUESS = 512  # nuclei are nearly always smaller; where one is not, the whole row is sorted
+Floats = npt.NDArray[np.floating[Any]]
+Ids = npt.NDArray[np.int64]
+
+_GROUP = 64
+"""The k-th largest of all logits is at least the k-th largest of the maxima of groups of this many."""
 
 
-def probabilities(
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """How probable each of `size` tokens is, normalised or not.
+
+    `probs` [N] are the probabilities of the tokens `ids` [N], which ascend; all others have none. Without `ids` they
+    are those of all tokens, [V].
+    """
+
+    size: int
+    probs: Floats
+    ids: Ids | None = None
+
+    def of(self, token: int) -> float:
+        if self.ids is None:
+            return float(self.probs[token])
+        place = self.ids.searchsorted(token)
+        return float(self.probs[place]) if place < len(self.ids) and self.ids[place] == token else 0.0
+
+    def dense(self) -> Floats:
+        """[V] the probabilities of all tokens."""
+        if self.ids is None:
+            return self.probs
+        probs_V = np.zeros(self.size, self.probs.dtype)
+        probs_V[self.ids] = self.probs
+        return probs_V
+
+    def minus(self, other: Distribution, scale: float = 1.0) -> Distribution:
+        """max(0, scale self - other), not normalised."""
+        assert self.size == other.size, (self.size, other.size)
+        probs_N = self.probs if scale == 1 else scale * self.probs
+        return Distribution(self.size, probs_N - np.minimum(probs_N, other._at(self.ids)), self.ids)
+
+    def _at(self, ids: Ids | None) -> Floats:
+        """The probabilities of `ids`, or of all tokens."""
+        if ids is None:
+            return self.dense()
+        if self.ids is None:
+            return self.probs[ids]
+        places = np.minimum(self.ids.searchsorted(ids), len(self.ids) - 1)
+        return np.where(self.ids[places] == ids, self.probs[places], 0)
+
+
+def distributions(
     logits_TV: torch.Tensor,
     params: SamplingParams,
     *,
@@ -30,8 +84,8 @@ def probabilities(
     output: Sequence[int] = (),
     drafted: Sequence[int] = (),
     end_ids: Collection[int] = (),
-) -> torch.Tensor:
-    """[T, V] distributions; row t is that of the token after prompt + output + drafted[:t], with T - 1 drafted tokens.
+) -> list[Distribution]:
+    """One for each row; that of row t is for the token after prompt + output + drafted[:t], with T - 1 drafted tokens.
 
     `end_ids` are the tokens that end this request (`min_tokens` forbids them early). Computes in the logits' own
     precision, float32 at least; the logits are left as they are. Raises ValueError where the model's logits hold NaN
@@ -39,74 +93,118 @@ def probabilities(
     """
     rows, size = logits_TV.shape
     assert len(drafted) == rows - 1, f"{rows} rows need {rows - 1} drafted tokens, not {len(drafted)}"
-    logits_TV = logits_TV.clone() if logits_TV.dtype == torch.float64 else logits_TV.to(torch.float32, copy=True)
+    logits_TV = logits_TV.detach().cpu()
+    if logits_TV.dtype != torch.float64:
+        logits_TV = logits_TV.float()
+    scores_TV: Floats = logits_TV.numpy()
 
+    barred = min(max(params.min_tokens - len(output), 0), rows) if end_ids else 0
+    if params.logit_bias or barred or params.penalises:
+        scores_TV = scores_TV.copy()
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=logits_TV.device)
-        logits_TV[:, ids] += logits_TV.new_tensor(list(params.logit_bias.values()))
-    barred = min(max(params.min_tokens - len(output), 0), rows)
-    if barred and end_ids:
-        logits_TV[:barred, list(end_ids)] = -math.inf
-    if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
-        _penalise(logits_TV, params, prompt, output, drafted)
+        scores_TV[:, list(params.logit_bias)] += list(params.logit_bias.values())
+    if barred:
+        scores_TV[:barred, list(end_ids)] = -math.inf
+    if params.penalises:
+        _penalise(scores_TV, params, prompt, output, drafted)
 
-    top_T1, best_T1 = logits_TV.max(-1, keepdim=True)
-    if not bool(top_T1.isfinite().all()):
-        raise ValueError(
-            f"the largest logit of a row is {top_T1.flatten().tolist()}, it must be finite: "
-            "load the model with dtype='float32', or bar fewer tokens"
-        )
     if params.temperature == 0:
-        return torch.zeros_like(logits_TV).scatter_(-1, best_T1, 1)
-    # The maximum becomes 0, whatever the temperature; one beyond the numbers of this precision acts as its last one.
-    limits = torch.finfo(logits_TV.dtype)
-    logits_TV.sub_(top_T1).div_(min(max(params.temperature, limits.tiny), limits.max))
-    if params.min_p > 0:
-        logits_TV.masked_fill_(logits_TV < math.log(params.min_p), -math.inf)
-    if 0 < params.top_k < size:
-        last_T1 = logits_TV.topk(params.top_k).values[:, -1:]
-        logits_TV.masked_fill_(logits_TV < last_T1, -math.inf)
-    probs_TV = logits_TV.softmax(-1)
-    if params.top_p < 1:
-        # Softmax again rather than a division by the sum: how torch sums a row depends on how many rows there are.
-        logits_TV.masked_fill_(probs_TV < _nucleus_threshold(probs_TV, params.top_p), -math.inf)
-        probs_TV = logits_TV.softmax(-1)
+        best_T = scores_TV.argmax(-1)
+        _require_finite(scores_TV[np.arange(rows), best_T])
+        return [Distribution(size, np.ones(1, scores_TV.dtype), best_T[t : t + 1]) for t in range(rows)]
+    temperature = params.temperature
+    if temperature != 1:  # one beyond the numbers of this precision acts as its last one
+        limits = torch.finfo(logits_TV.dtype)
+        temperature = min(max(temperature, limits.tiny), limits.max)
+    if params.min_p > 0 or 0 < params.top_k < size:
+        return [_chosen(row_V, temperature, params) for row_V in scores_TV]
+    probs_TV = _softmax(scores_TV, temperature)
+    if params.top_p == 1:
+        return [Distribution(size, probs_V) for probs_V in probs_TV]
+    # Tokens below this probability together have less than 1 - top_p: none of them is in the nucleus.
+    floor = (1 - params.top_p) / size
+    found = [(probs_V, (probs_V >= floor).nonzero()[0]) for probs_V in probs_TV]
+    return [_nucleus(size, probs_V[ids_N], ids_N, params.top_p) for probs_V, ids_N in found]
+
+
+def _softmax(logits_TV: Floats, temperature: float) -> Floats:
+    """Of logits / temperature. A row is NaN throughout if its maximum is not finite before or after the division."""
+    scaled_TV = logits_TV
+    if temperature != 1:
+        with np.errstate(over="ignore"):
+            scaled_TV = logits_TV / temperature
+    probs_TV: Floats = torch.from_numpy(scaled_TV).softmax(-1).numpy()
+    if math.isnan(sum(probs_TV[:, 0].tolist())):
+        failed_T = np.isnan(probs_TV[:, 0])
+        top_T1 = logits_TV[failed_T].max(-1, keepdims=True)
+        _require_finite(top_T1)
+        # A maximum of 0 stays what it is, and -inf is what the others may become.
+        with np.errstate(over="ignore"):
+            scaled_TV = (logits_TV[failed_T] - top_T1) / temperature
+        probs_TV[failed_T] = torch.from_numpy(scaled_TV).softmax(-1).numpy()
     return probs_TV
 
 
+def _chosen(logits_V: Floats, temperature: float, params: SamplingParams) -> Distribution:
+    """Temperature and filters of one row, min_p or top_k among them."""
+    top = logits_V.max()
+    _require_finite(top)
+    floor = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
+    with np.errstate(over="ignore"):  # -inf is what becomes of a difference beyond all numbers
+        ids_N = _largest(logits_V, params.top_k, float(top) + floor)
+        weights_N = np.exp((logits_V[ids_N] - top) / temperature)
+    return _nucleus(len(logits_V), weights_N / np.add.reduce(weights_N), ids_N, params.top_p)
+
+
+def _nucleus(size: int, probs_N: Floats, ids_N: Ids, top_p: float) -> Distribution:
+    """The most probable of `ids_N` that together reach `top_p`, renormalised; no other token has to be looked at."""
+    if top_p < 1:
+        ordered_N = np.sort(probs_N)[::-1]
+        last = int(ordered_N.astype(np.float64).cumsum().searchsorted(top_p))
+        kept_N = probs_N >= ordered_N[min(last, len(ordered_N) - 1)]
+        probs_N, ids_N = probs_N[kept_N], ids_N[kept_N]
+        probs_N = probs_N / np.add.reduce(probs_N)
+    return Distribution(size, probs_N, ids_N)
+
+
+def _largest(logits_V: Floats, k: int, floor: float) -> Ids:
+    """The tokens of the k largest logits, ties with the last of them included, that reach `floor`; with k = 0 of all
+    that reach it."""
+    groups = len(logits_V) // _GROUP
+    if 0 < k <= groups:
+        maxima = logits_V[: _GROUP * groups].reshape(_GROUP, groups).max(0)
+        floor = max(floor, np.partition(maxima, groups - k)[groups - k])
+    ids_N = (logits_V >= floor).nonzero()[0]
+    if 0 < k < len(ids_N):
+        few_N = logits_V[ids_N]
+        ids_N = ids_N[few_N >= np.partition(few_N, len(few_N) - k)[len(few_N) - k]]
+    return ids_N
+
+
+def _require_finite(tops: Floats) -> None:
+    if not np.isfinite(tops).all():
+        raise ValueError(
+            f"the largest logit of a row is {tops.tolist()}, it must be finite: "
+            "load the model with dtype='float32', or bar fewer tokens"
+        )
+
+
 def _penalise(
-    logits_TV: torch.Tensor,
-    params: SamplingParams,
-    prompt: Sequence[int],
-    output: Sequence[int],
-    drafted: Sequence[int],
+    logits_TV: Floats, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], drafted: Sequence[int]
 ) -> None:
     """Penalties advance through the drafted tokens: row t counts drafted[:t] as output."""
-    seen, counts = set(prompt) | set(output), Counter(output)
-    for t, row_V in enumerate(logits_TV):
-        if t:
-            seen.add(drafted[t - 1])
-            counts[drafted[t - 1]] += 1
-        if params.repetition_penalty != 1 and seen:
-            ids = torch.tensor(sorted(seen), device=row_V.device)
-            values = row_V[ids]
-            penalty = params.repetition_penalty
-            row_V[ids] = torch.where(values > 0, values / penalty, values * penalty)
-        if counts:
-            ids = torch.tensor(list(counts), device=row_V.device)
-            row_V[ids] -= params.frequency_penalty * row_V.new_tensor(list(counts.values())) + params.presence_penalty
+    of_prompt, of_output = set(prompt), Counter(output)
+    known = sorted({*of_prompt, *of_output, *drafted})
+    column = {token: n for n, token in enumerate(known)}
+    counts_TN = np.tile(np.array([of_output[token] for token in known], logits_TV.dtype), (len(logits_TV), 1))
+    for t, token in enumerate(drafted, start=1):
+        counts_TN[t:, column[token]] += 1
+    seen_TN = (counts_TN > 0) | np.array([token in of_prompt for token in known], bool)
 
-
-def _nucleus_threshold(probs_TV: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[T, 1] the probability of the last token of each row's nucleus."""
-    size = probs_TV.shape[-1]
-    largest_TN = probs_TV.topk(min(_NUCLEUS_GUESS, size)).values
-    mass_TN = largest_TN.cumsum(-1, dtype=torch.float64)
-    if size > _NUCLEUS_GUESS and bool((mass_TN[:, -1] < top_p).any()):
-        largest_TN = probs_TV.sort(-1, descending=True).values
-        mass_TN = largest_TN.cumsum(-1, dtype=torch.float64)
-    last_T1 = (mass_TN < top_p).sum(-1, keepdim=True).clamp(max=largest_TN.shape[-1] - 1)
-    return largest_TN.gather(-1, last_T1)
+    values_TN, penalty = logits_TV[:, known], params.repetition_penalty
+    values_TN = np.where(seen_TN, np.where(values_TN > 0, values_TN / penalty, values_TN * penalty), values_TN)
+    once, each = params.presence_penalty, params.frequency_penalty
+    logits_TV[:, known] = values_TN - (each * counts_TN + once * (counts_TN > 0))
 
 
 def log_probabilities(logits_TV: torch.Tensor) -> torch.Tensor:

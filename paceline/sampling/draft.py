@@ -5,30 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
+import numpy as np
+
+from paceline.sampling.distribution import Distribution
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draft:
-    """K tokens in a row. `probs` [K, V] over the target's vocabulary: row i is the q that tokens[i] was drawn from."""
+    """K tokens in a row; `probs[i]`, over the target's vocabulary, is the q that `tokens[i]` was drawn from."""
 
-    tokens: tuple[int, ...]
-    probs: torch.Tensor
+    tokens: tuple[int, ...] = ()
+    probs: tuple[Distribution, ...] = ()
 
     def __post_init__(self) -> None:
-        assert self.probs.shape[0] == len(self.tokens), (self.probs.shape, self.tokens)
+        assert len(self.probs) == len(self.tokens), (len(self.probs), self.tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @staticmethod
-    def empty() -> Draft:
-        """Nothing proposed: the round is plain decoding."""
-        return Draft((), torch.zeros(0, 0))
-
-    @staticmethod
-    def certain(tokens: Sequence[int], vocab_size: int, device: torch.device) -> Draft:
-        """Tokens proposed without chance: each q is one-hot."""
-        probs_KV = torch.zeros(len(tokens), vocab_size, device=device)
-        probs_KV[torch.arange(len(tokens)), list(tokens)] = 1
-        return Draft(tuple(tokens), probs_KV)
+    def certain(tokens: Sequence[int], vocab_size: int) -> Draft:
+        """Tokens proposed without chance."""
+        one = np.ones(1, np.float32)
+        return Draft(tuple(tokens), tuple(Distribution(vocab_size, one, np.array([token])) for token in tokens))

@@ -150,6 +150,10 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return self._stop
 
+    @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
     def check_vocabulary(self, size: int) -> None:
         """Refuse token ids beyond a vocabulary of `size`, and more log-probabilities than it has tokens."""
         for token in (*(self.logit_bias or {}), *(self.stop_token_ids or ())):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.sampling import block, coupled, rejection
-from paceline.sampling.distribution import probabilities
+from paceline.sampling.distribution import Distribution, distributions
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
@@ -22,10 +22,10 @@ from paceline.sampling.streams import Stream
 class Rule:
     """A verification rule: how proposals are drawn, and which of them stand. Two pure functions."""
 
-    propose: Callable[[torch.Tensor, Stream, int, int], int]
-    """(q [V], stream, position, anchor) -> token"""
-    verify: Callable[[torch.Tensor, Draft, Stream, int], Verdict]
-    """(p [K + 1, V], draft, stream, anchor) -> verdict"""
+    propose: Callable[[Distribution, Stream, int, int], int]
+    """(q, stream, position, anchor) -> token"""
+    verify: Callable[[Sequence[Distribution], Draft, Stream, int], Verdict]
+    """(p of K + 1 positions, draft, stream, anchor) -> verdict"""
 
 
 RULES = {
@@ -45,21 +45,23 @@ class Sampler:
     end_ids: frozenset[int] = frozenset()
     """Tokens that end the request: end-of-sequence tokens (unless ignored) and `stop_token_ids`."""
 
-    def probabilities(
+    def distributions(
         self, logits_TV: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
-    ) -> torch.Tensor:
-        """[T, V] distributions behind the committed `tokens` (prompt and output) and drafted[:t]."""
-        return probabilities(
+    ) -> list[Distribution]:
+        """One for each row: that of the token behind the committed `tokens` (prompt and output) and drafted[:t]."""
+        # Long lists are copied only where a parameter looks at them.
+        looks_back = self.params.penalises or self.params.min_tokens > 0
+        return distributions(
             logits_TV,
             self.params,
-            prompt=tokens[: self.prompt_length],
-            output=tokens[self.prompt_length :],
+            prompt=tokens[: self.prompt_length] if looks_back else (),
+            output=tokens[self.prompt_length :] if looks_back else (),
             drafted=drafted,
             end_ids=self.end_ids,
         )
 
-    def propose(self, q_V: torch.Tensor, position: int, anchor: int) -> int:
-        return self.rule.propose(q_V, self.stream, position, anchor)
+    def propose(self, q: Distribution, position: int, anchor: int) -> int:
+        return self.rule.propose(q, self.stream, position, anchor)
 
-    def verify(self, p_SV: torch.Tensor, draft: Draft, anchor: int) -> Verdict:
-        return self.rule.verify(p_SV, draft, self.stream, anchor)
+    def verify(self, p_S: Sequence[Distribution], draft: Draft, anchor: int) -> Verdict:
+        return self.rule.verify(p_S, draft, self.stream, anchor)

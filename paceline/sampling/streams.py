@@ -12,8 +12,9 @@ is visited, and takes anchor 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,18 +33,31 @@ class Purpose(IntEnum):
 
 @dataclass(frozen=True)
 class Stream:
-    """The random numbers of one completion: `sample` tells the n completions of a prompt apart."""
+    """The random numbers of one completion: `sample` tells the n completions of a prompt apart.
+
+    One thread at a time may ask: the generator is kept, since making one takes several times as long as a number.
+    """
 
     seed: int
     sample: int = 0
+    _generator: np.random.Philox = field(init=False, repr=False, compare=False)
+    _state: dict[str, Any] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        key = np.array([self.seed % 2**64, self.sample], dtype=np.uint64)
+        object.__setattr__(self, "_generator", np.random.Philox(key=key))
+        object.__setattr__(self, "_state", self._generator.state)
 
     def uniforms(self, purpose: Purpose, position: int, anchor: int, count: int) -> npt.NDArray[np.float64]:
         """`count` numbers in [0, 1), on a grid of 2^-53."""
-        generator = np.random.Philox(
-            key=np.array([self.seed % 2**64, self.sample], dtype=np.uint64),
-            counter=np.array([0, purpose, position, anchor], dtype=np.uint64),
-        )
-        return (generator.random_raw(count) >> np.uint64(11)) * 2.0**-53
+        return (self.seek(purpose, position, anchor).random_raw(count) >> np.uint64(11)) * 2.0**-53
 
     def uniform(self, purpose: Purpose, position: int, anchor: int) -> float:
-        return float(self.uniforms(purpose, position, anchor, 1)[0])
+        """The first of them."""
+        return (self.seek(purpose, position, anchor).random_raw() >> 11) * 2.0**-53
+
+    def seek(self, purpose: Purpose, position: int, anchor: int) -> np.random.Philox:
+        """The generator, about to give the numbers of this address."""
+        self._state["state"]["counter"][1:] = (purpose, position, anchor)
+        self._generator.state = self._state  # type: ignore[assignment]
+        return self._generator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from paceline.decoding.sequence import Provenance
-from paceline.sampling import distribution, rejection
+from paceline.sampling import rejection
+from paceline.sampling.distribution import Distribution, distributions
 from paceline.sampling.draft import Draft
 from paceline.sampling.draw import inverse_cdf
 from paceline.sampling.params import SamplingParams
@@ -104,7 +106,7 @@ def measured_gap(verify: str, rule: Rule | None = None, **params: float) -> floa
         for i, token in enumerate(tokens):
             with np.errstate(divide="ignore"):
                 logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))[None]
-            p *= float(distribution.probabilities(logits, jobs[0].params)[0, token])
+            p *= distributions(logits, jobs[0].params)[0].of(token)
         outcome = (1, *tokens)
         gap += abs(counts[outcome] / RUNS - p)
     return gap
@@ -116,24 +118,24 @@ def test_the_loop_samples_the_targets_distribution(verify: str) -> None:
     assert measured_gap(verify, temperature=0.7, top_p=0.8) < BOUND
 
 
-def accept_everything(p_SV: torch.Tensor, draft: Draft, stream: Stream, anchor: int) -> Verdict:
-    rest_V = p_SV[len(draft)]
-    return Verdict(len(draft), rejection.next_token(rest_V, stream, anchor, len(draft)))
+def accept_everything(p_S: Items[Distribution], draft: Draft, stream: Stream, anchor: int) -> Verdict:
+    return Verdict(len(draft), rejection.next_token(p_S[len(draft)], stream, anchor, len(draft)))
 
 
-def recover_from_p(p_SV: torch.Tensor, draft: Draft, stream: Stream, anchor: int) -> Verdict:
-    accepted = rejection.verify(p_SV, draft, stream, anchor).accepted
-    return Verdict(accepted, rejection.next_token(p_SV[accepted], stream, anchor, accepted))
+def recover_from_p(p_S: Items[Distribution], draft: Draft, stream: Stream, anchor: int) -> Verdict:
+    accepted = rejection.verify(p_S, draft, stream, anchor).accepted
+    return Verdict(accepted, rejection.next_token(p_S[accepted], stream, anchor, accepted))
 
 
-def raw_q(p_SV: torch.Tensor, draft: Draft, stream: Stream, anchor: int) -> Verdict:
+def raw_q(p_S: Items[Distribution], draft: Draft, stream: Stream, anchor: int) -> Verdict:
     """The ratio is taken against a q that was not sampled from."""
-    return rejection.verify(p_SV, Draft(draft.tokens, draft.probs.sqrt()), stream, anchor)
+    other = tuple(replace(q, probs=np.sqrt(q.probs)) for q in draft.probs)
+    return rejection.verify(p_S, Draft(draft.tokens, other), stream, anchor)
 
 
-def shared_noise_propose(q_V: torch.Tensor, stream: Stream, position: int, anchor: int) -> int:
+def shared_noise_propose(q: Distribution, stream: Stream, position: int, anchor: int) -> int:
     """Proposes with the very number that decides acceptance."""
-    return inverse_cdf(q_V, stream.uniform(Purpose.ACCEPT, position, anchor))
+    return inverse_cdf(q, stream.uniform(Purpose.ACCEPT, position, anchor))
 
 
 FAULTS: dict[str, tuple[str, Callable[..., int], Callable[..., Verdict]]] = {
@@ -328,9 +330,10 @@ def test_penalties_count_the_tokens_drafted_earlier_in_the_same_round() -> None:
     params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=3)
     sampler = Sampler(params=params, rule=RULES["token"], stream=Stream(0), prompt_length=2, end_ids=frozenset({1}))
     committed, drafted = [0, 1, 2], [2, 2, 3]
-    together = sampler.probabilities(logits, committed, drafted)
+    together = sampler.distributions(logits, committed, drafted)
     for t in range(4):
-        alone = sampler.probabilities(logits[t : t + 1], [*committed, *drafted[:t]])
-        assert torch.equal(together[t], alone[0])
-    assert (together[:2, 1] == 0).all()
-    assert (together[2:, 1] > 0).all(), "min_tokens counts tokens, not rounds"
+        (alone,) = sampler.distributions(logits[t : t + 1], [*committed, *drafted[:t]])
+        assert (together[t].dense() == alone.dense()).all()
+    of_end = [row.of(1) for row in together]
+    assert of_end[:2] == [0, 0]
+    assert min(of_end[2:]) > 0, "min_tokens counts tokens, not rounds"

@@ -21,7 +21,7 @@ from paceline.proposers.base import Request
 from paceline.proposers.draft_model import DraftModelProposer
 from paceline.proposers.vocabulary import Token, VocabularyMap
 from paceline.sampling import rejection
-from paceline.sampling.distribution import probabilities
+from paceline.sampling.distribution import Distribution, distributions
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
@@ -191,7 +191,7 @@ def measured_gap(rule: Rule, **params: Any) -> float:
         p = 1.0
         for i, token in enumerate(tokens):
             logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))[None]
-            p *= float(probabilities(logits, jobs[0].params)[0, token])
+            p *= distributions(logits, jobs[0].params)[0].of(token)
         gap += abs(counts[1, tokens[0], tokens[1]] / RUNS - p)
     return gap
 
@@ -201,9 +201,10 @@ def test_the_loop_samples_the_targets_distribution(verify: str, params: dict[str
     assert measured_gap(RULES[verify], **params) < BOUND
 
 
-def unnormalised_q(p_SV: torch.Tensor, draft: Draft, stream: Stream, anchor: int) -> Verdict:
+def unnormalised_q(p_S: Sequence[Distribution], draft: Draft, stream: Stream, anchor: int) -> Verdict:
     """As if q had been restricted to the intersection and not renormalised: three quarters of it are missing."""
-    return rejection.verify(p_SV, Draft(draft.tokens, draft.probs / 4), stream, anchor)
+    quarter = tuple(replace(q, probs=q.probs / 4) for q in draft.probs)
+    return rejection.verify(p_S, Draft(draft.tokens, quarter), stream, anchor)
 
 
 def test_the_statistical_test_catches_a_q_that_was_not_renormalised() -> None:
@@ -332,16 +333,16 @@ def test_each_q_is_the_one_path_behind_the_tokens_drafted_so_far() -> None:
     proposer = drafting(model)
     proposer.begin(0)
     (draft,) = proposer.propose([request(tokens, k=6, **params)])
-    assert draft.probs.shape == (6, len(TARGET))
+    assert [q.size for q in draft.probs] == [len(TARGET)] * 6
     stream = Stream(0)
     for i, token in enumerate(draft.tokens):
         row_D = np.log(model.table.row(spelled(proposer.vocabulary, [*tokens, *draft.tokens[:i]])))
         logits_1V = torch.full((1, len(TARGET)), -np.inf, dtype=torch.float64)
         for ours, theirs in SHARED.items():
             logits_1V[0, ours] = row_D[theirs]
-        q_1V = probabilities(logits_1V, SamplingParams(**params), prompt=[0], output=[1, 3, 2, *draft.tokens[:i]])
-        assert torch.equal(draft.probs[i], q_1V[0])
-        assert token == rejection.propose(q_1V[0], stream, len(tokens) + i, len(tokens))
+        (q,) = distributions(logits_1V, SamplingParams(**params), prompt=[0], output=[1, 3, 2, *draft.tokens[:i]])
+        assert (draft.probs[i].dense() == q.dense()).all()
+        assert token == rejection.propose(q, stream, len(tokens) + i, len(tokens))
 
 
 def test_requests_of_unequal_k_share_passes_and_draft_what_they_would_alone() -> None:
@@ -357,7 +358,8 @@ def test_requests_of_unequal_k_share_passes_and_draft_what_they_would_alone() ->
         alone.begin(r.slot)
         (expected,) = alone.propose([r])
         assert draft.tokens == expected.tokens
-        assert torch.equal(draft.probs, expected.probs)
+        for ours, theirs in zip(draft.probs, expected.probs, strict=True):
+            assert (ours.dense() == theirs.dense()).all()
 
 
 def test_long_prompts_are_read_in_chunks_without_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +412,7 @@ def test_the_drafts_context_limit_shortens_drafts_and_then_empties_them(k: int) 
             (draft,) = proposer.propose([request(tokens[:length], k=k)])
             width = len(spelled(vocabulary, tokens[:length]))
             assert len(draft) == max(0, min(k, 12 - width + 1))
-            assert draft.probs.shape[0] == len(draft)
+            assert len(draft.probs) == len(draft)
 
 
 def test_a_sequence_that_grows_past_the_drafts_context_falls_back_without_failing() -> None:

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,7 +101,7 @@ def test_the_suffix_itself_is_not_found() -> None:
 @pytest.mark.parametrize("tokens", [[1], [1, 1], [1, 2, 3, 1, 2], [1, 2, 3, 4, 2, 3, 1], [1, 2, 3, 9, 2, 3]])
 def test_nothing_found_is_an_empty_draft(tokens: list[int]) -> None:
     draft = ask(proposer(), tokens)
-    assert (draft.tokens, len(draft), draft.probs.shape[0]) == ((), 0, 0)
+    assert (draft.tokens, len(draft), draft.probs) == ((), 0, ())
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 7, 30])
@@ -109,8 +110,7 @@ def test_exactly_k_tokens_are_proposed_each_with_certainty(k: int) -> None:
     draft = ask(proposer(), tokens, k)
     expected = [*range(3, 20), 0, 1, 2, *range(3, 20)][:k]
     assert list(draft.tokens) == expected
-    assert draft.probs.shape == (k, V)
-    assert torch.equal(draft.probs, torch.nn.functional.one_hot(torch.tensor(expected), V).float())
+    assert (np.stack([q.dense() for q in draft.probs]) == np.eye(V)[expected]).all()
 
 
 @pytest.mark.parametrize("shortest", [1, 2, 3])

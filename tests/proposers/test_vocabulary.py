@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 
 from paceline.proposers.vocabulary import SMALLEST_SHARE, Token, VocabularyMap
-from paceline.sampling.distribution import probabilities
+from paceline.sampling.distribution import distributions
 from paceline.sampling.params import SamplingParams
 
 
@@ -128,7 +129,7 @@ def test_q_is_the_drafts_own_restricted_to_the_intersection_and_renormalised(dty
     mapped = made.to_target(scores)
     assert mapped.dtype == dtype
     assert torch.equal(scores, before)
-    q_TV = probabilities(mapped, SamplingParams(), drafted=[1, 2, 3, 4])
+    q_TV = np.stack([q.dense() for q in distributions(mapped, SamplingParams(), drafted=[1, 2, 3, 4])])
     own_TD = scores.double().softmax(-1)
     pairs = {0: 3, 1: 6, 3: 1}
     kept = own_TD[:, list(pairs.values())].sum(-1)

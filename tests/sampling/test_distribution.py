@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.sampling.distribution import log_probabilities, probabilities
+from paceline.sampling.distribution import Distribution, distributions, log_probabilities
 from paceline.sampling.params import SamplingParams
 from tests.fakes import Vector
 
@@ -57,6 +57,11 @@ def reference(
         p = np.where(p < least, 0, p)
         p /= p.sum()
     return p
+
+
+def probabilities(logits_TV: torch.Tensor, params: SamplingParams, **history: Any) -> torch.Tensor:
+    """[T, V], the tokens without probability included."""
+    return torch.from_numpy(np.stack([row.dense() for row in distributions(logits_TV, params, **history)]))
 
 
 def computed(logits: object, params: SamplingParams, **history: Any) -> Vector:
@@ -321,6 +326,42 @@ def test_a_nucleus_beyond_the_partial_selection_is_found_whole(dtype: torch.dtyp
                 assert int((p_TV[1] > 0).sum()) > 1200, "the case needs more than a guess would hold"
 
 
+@pytest.mark.parametrize("size", [640, 4_000, 4_013, 30_001])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 6.0])
+def test_what_is_selected_from_a_large_vocabulary_is_what_the_definition_keeps(size: int, spread: float) -> None:
+    """Ks on both sides of what the groups of the search can bound, and rows full of ties."""
+    rng = np.random.default_rng(size)
+    fine_V = rng.normal(size=size) * spread
+    for row_V in (fine_V, np.round(fine_V), np.where(rng.random(size) < 0.5, -INF, fine_V)):
+        cases: list[dict[str, Any]] = [
+            *({"top_k": k} for k in (1, 2, 9, 10, 11, 60, 200, 639)),
+            *({"min_p": p} for p in (1e-4, 0.05, 0.9)),
+            *({"top_p": p, "temperature": t} for p in (0.1, 0.95, 0.999) for t in (0.5, 1.0, 3.0)),
+            {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "temperature": 0.7},
+            {"top_k": 300, "min_p": 0.5},
+        ]
+        for changes in cases:
+            params = SamplingParams(**changes)
+            p_V, expected_V = computed(row_V, params)[0], reference(row_V, params)
+            assert ((p_V > 0) == (expected_V > 0)).all(), changes
+            assert np.abs(p_V - expected_V).max() < 1e-12, changes
+
+
+def test_filters_give_the_tokens_they_keep_and_greedy_gives_one() -> None:
+    logits_TV = torch.randn(3, 5000, generator=torch.Generator().manual_seed(0)) * 4
+    cases: list[tuple[dict[str, Any], int]] = [
+        ({"temperature": 0.0}, 1),
+        ({"top_k": 20}, 20),
+        ({"min_p": 0.1}, 100),
+        ({"top_p": 0.5}, 500),
+    ]
+    for changes, most in cases:
+        for row in distributions(logits_TV, SamplingParams(**changes), drafted=[0, 0]):
+            assert row.ids is not None
+            assert (np.diff(row.ids) > 0).all()
+            assert len(row.ids) == len(row.probs) <= most
+
+
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.0}, {"top_p": 0.5}, {"top_k": 1}], ids=str)
 @pytest.mark.parametrize("value", [math.nan, INF])
 def test_logits_that_are_no_numbers_are_refused(changes: dict[str, Any], value: float) -> None:
@@ -384,6 +425,46 @@ def test_rows_of_a_block_are_bit_for_bit_the_rows_alone_on_several_threads(
     together = probabilities(logits_TV, params, drafted=[0] * 2)
     alone = torch.cat([probabilities(row_1V, params) for row_1V in logits_TV.split(1)])
     assert (together - alone).abs().max().item() == 0
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_a_row_beyond_all_numbers_changes_none_of_the_others(changes: dict[str, Any]) -> None:
+    """Divided by the temperature it overflows, and is computed in another way."""
+    params = SamplingParams(temperature=1e-3, **changes)
+    logits_TV = torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 1e-3
+    logits_TV[1, 7], logits_TV[1, 9] = 1e37, 1e37
+    logits_TV[2] -= 1e37
+    together = probabilities(logits_TV, params, drafted=[0] * 3)
+    for t in range(4):
+        assert torch.equal(together[t], probabilities(logits_TV[t : t + 1], params)[0])
+    assert together[1, [7, 9]].tolist() == [0.5, 0.5]
+    assert together.sum(-1).tolist() == pytest.approx([1] * 4, abs=1e-5)
+
+
+def test_all_tokens_or_those_with_probability_are_the_same_distribution() -> None:
+    rng = np.random.default_rng(4)
+    for dtype in (np.float32, np.float64):
+        for size in (1, 2, 30, 1000):
+            p_V, q_V = ((rng.random(size) * (rng.random(size) < 0.4)).astype(dtype) for _ in range(2))
+            p_V[rng.integers(size)] = q_V[rng.integers(size)] = 0.3
+            p_forms, q_forms = (
+                [Distribution(size, row_V), Distribution(size, row_V[row_V > 0], np.flatnonzero(row_V))]
+                for row_V in (p_V, q_V)
+            )
+            for p in p_forms:
+                assert (p.dense() == p_V).all()
+                assert [p.of(token) for token in range(size)] == p_V.tolist()
+                for q in q_forms:
+                    for scale in (1.0, 0.6):
+                        rest = p.minus(q, scale)
+                        assert (rest.dense() == np.maximum(dtype(scale) * p_V - q_V, 0)).all()
+                        assert rest.probs.dtype == dtype
+                assert (p.dense() == p_V).all(), "it was left as it is"
+
+
+def test_a_draft_over_another_vocabulary_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        Distribution(3, np.ones(3) / 3).minus(Distribution(4, np.ones(1), np.array([2])))
 
 
 def test_log_probabilities_are_the_models_own() -> None:

@@ -15,17 +15,30 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 
 from paceline.sampling import block, coupled, rejection
+from paceline.sampling.distribution import Distribution, Floats
 from paceline.sampling.draft import Draft
 from paceline.sampling.draw import inverse_cdf, race
 from paceline.sampling.streams import Purpose, Stream
 from tests.fakes import Table, Vector
 
-Decide = Callable[[torch.Tensor, Draft, Vector], tuple[int, torch.Tensor]]
-Thresholds = Callable[[torch.Tensor, Draft], Vector]
+Decide = Callable[[Sequence[Distribution], Draft, Vector], tuple[int, Distribution]]
+Thresholds = Callable[[Sequence[Distribution], Draft], Vector]
 Row = Callable[[Sequence[int]], Vector]
+
+
+def distribution(row: Floats, *, few: bool = False) -> Distribution:
+    """A row as all its tokens, or as those `few` that have any probability."""
+    if not few:
+        return Distribution(len(row), row)
+    ids = np.flatnonzero(row)
+    return Distribution(len(row), row[ids], ids)
+
+
+def behind(row: Row, tokens: Sequence[int], count: int, *, few: bool = False) -> list[Distribution]:
+    """The distributions behind tokens[:0], tokens[:1], ..., `count` of them."""
+    return [distribution(row(tokens[:i]), few=few) for i in range(count)]
 
 
 def cases(count: int) -> list[tuple[int, int, Row, Row]]:
@@ -57,23 +70,34 @@ def _masked(row: Row, keep: npt.NDArray[np.bool_]) -> Row:
     return masked
 
 
-def enumerate_round(decide: Decide, thresholds: Thresholds, size: int, k: int, p: Row, q: Row) -> tuple[Vector, float]:
-    """The joint distribution of K + 1 tokens [V, ..., V], and the expected number of tokens of the round."""
+def enumerate_round(
+    decide: Decide,
+    thresholds: Thresholds,
+    size: int,
+    k: int,
+    p: Row,
+    q: Row,
+    *,
+    few: tuple[bool, bool] = (False, False),
+) -> tuple[Vector, float]:
+    """The joint distribution of K + 1 tokens [V, ..., V], and the expected number of tokens of the round.
+
+    `few` tells which of p and q come as the tokens that have any probability.
+    """
     joint, expected = np.zeros((size,) * (k + 1)), 0.0
     for tokens in itertools.product(range(size), repeat=k):
-        q_KV = np.array([q(tokens[:i]) for i in range(k)])
-        drawn = float(np.prod(q_KV[np.arange(k), list(tokens)]))
+        drawn = float(np.prod([q(tokens[:i])[token] for i, token in enumerate(tokens)]))
         if drawn == 0:
             continue
-        p_SV = torch.from_numpy(np.array([p(tokens[:i]) for i in range(k + 1)]))
-        draft = Draft(tokens, torch.from_numpy(q_KV))
-        h = thresholds(p_SV, draft)
+        p_S = behind(p, tokens, k + 1, few=few[0])
+        draft = Draft(tokens, tuple(behind(q, tokens, k, few=few[1])))
+        h = thresholds(p_S, draft)
         for pattern in itertools.product((True, False), repeat=k):
             weight = float(np.prod(np.where(pattern, h, 1 - h)))
             if weight == 0:
                 continue
-            accepted, rest_V = decide(p_SV, draft, np.where(pattern, h * (1 - 1e-13), h + 1e-13))
-            rest = rest_V.numpy() / rest_V.sum().item()
+            accepted, left = decide(p_S, draft, np.where(pattern, h * (1 - 1e-13), h + 1e-13))
+            rest = left.dense() / left.probs.sum()
             expected += drawn * weight * (accepted + 1)
             for token in range(size):
                 _continue_with(joint, p, (*tokens[:accepted], token), drawn * weight * rest[token])
@@ -99,14 +123,15 @@ def target_joint(size: int, length: int, p: Row) -> Vector:
 
 def test_token_and_block_verification_keep_the_target_exactly_and_block_never_expects_fewer_tokens() -> None:
     gained = 0
-    for size, k, p, q in cases(200):
+    for case, (size, k, p, q) in enumerate(cases(200)):
+        few = (case // 8 % 2 == 1, case // 16 % 2 == 1)  # eight kinds of case in turn, in each form
         expected_joint = target_joint(size, k + 1, p)
         tokens_a_round = {}
         for name, decide, thresholds in (
             ("token", rejection.decide, rejection.thresholds),
-            ("block", block.decide, lambda p_SV, draft: block.thresholds(p_SV, draft)[0]),
+            ("block", block.decide, lambda p_S, draft: block.thresholds(p_S, draft)[0]),
         ):
-            joint, tokens_a_round[name] = enumerate_round(decide, thresholds, size, k, p, q)
+            joint, tokens_a_round[name] = enumerate_round(decide, thresholds, size, k, p, q, few=few)
             assert np.abs(joint - expected_joint).max() < 1e-12, (name, size, k)
         assert tokens_a_round["block"] >= tokens_a_round["token"] - 1e-12
         gained += tokens_a_round["block"] > tokens_a_round["token"] + 1e-6
@@ -116,15 +141,15 @@ def test_token_and_block_verification_keep_the_target_exactly_and_block_never_ex
 @pytest.mark.fault(3)
 @pytest.mark.parametrize("fault", ["accept everything", "recover from p", "ratio upside down"])
 def test_the_enumeration_catches_a_faulty_rule(fault: str) -> None:
-    def decide(p_SV: torch.Tensor, draft: Draft, uniforms: Vector) -> tuple[int, torch.Tensor]:
+    def decide(p_S: Sequence[Distribution], draft: Draft, uniforms: Vector) -> tuple[int, Distribution]:
         if fault == "accept everything":
-            return len(draft), p_SV[len(draft)]
+            return len(draft), p_S[len(draft)]
         if fault == "recover from p":
-            accepted, _ = rejection.decide(p_SV, draft, uniforms)
-            return accepted, p_SV[accepted]
-        stands = uniforms < 1 / np.maximum(rejection.likelihood_ratios(p_SV, draft), 1e-300)
+            accepted, _ = rejection.decide(p_S, draft, uniforms)
+            return accepted, p_S[accepted]
+        stands = uniforms < 1 / np.maximum(rejection.likelihood_ratios(p_S, draft), 1e-300)
         accepted = int(stands.cumprod().sum())
-        return accepted, rejection.residual(p_SV[accepted], draft, accepted)
+        return accepted, rejection.residual(p_S[accepted], draft, accepted)
 
     p, q = Table(3, 3, 1).row, Table(3, 3, 2).row
     joint, _ = enumerate_round(decide, rejection.thresholds, 3, 2, p, q)
@@ -180,17 +205,17 @@ def _noise(least: Vector, winners: dict[int, float]) -> Vector:
     return noise * (0.01 / noise.max())
 
 
-def enumerate_coupled(size: int, k: int, p: Row, q: Row) -> Vector:
+def enumerate_coupled(size: int, k: int, p: Row, q: Row, few: tuple[bool, bool]) -> Vector:
     """As `enumerate_round`: every outcome of the shared races, with its probability, through propose and verify."""
     joint = np.zeros((size,) * (k + 1))
 
     def play(noise: list[Vector], winners: list[tuple[int, int]], weight: float) -> None:
         stream, tokens = Noise([*noise, *[np.ones(size)] * (k + 1 - len(noise))]), list[int]()
         for i in range(k):
-            tokens.append(coupled.propose(torch.from_numpy(q(tokens)), stream, i, 0))
+            tokens.append(coupled.propose(distribution(q(tokens), few=few[1]), stream, i, 0))
         assert tokens[: len(winners)] == [j for _, j in winners][:k]
-        p_SV = torch.from_numpy(np.array([p(tokens[:i]) for i in range(k + 1)]))
-        verdict = coupled.verify(p_SV, Draft(tuple(tokens), torch.zeros(k, size)), stream, 0)
+        draft = Draft(tuple(tokens), tuple(behind(q, tokens, k, few=few[1])))
+        verdict = coupled.verify(behind(p, tokens, k + 1, few=few[0]), draft, stream, 0)
         emitted = (*tokens[: verdict.accepted], verdict.token)
         assert emitted == tuple(i for i, _ in winners)
         _continue_with(joint, p, emitted, weight)
@@ -212,8 +237,8 @@ def enumerate_coupled(size: int, k: int, p: Row, q: Row) -> Vector:
 
 
 def test_coupled_verification_keeps_the_target_exactly() -> None:
-    for size, k, p, q in cases(200):
-        joint = enumerate_coupled(size, k, p, q)
+    for case, (size, k, p, q) in enumerate(cases(200)):
+        joint = enumerate_coupled(size, k, p, q, (case // 8 % 2 == 1, case // 16 % 2 == 1))
         assert np.abs(joint - target_joint(size, k + 1, p)).max() < 1e-12, (size, k)
 
 
@@ -224,16 +249,14 @@ def test_coupled_verification_emits_the_targets_own_choices_whatever_the_draft()
             stream, anchor = Stream(1000 * case + seed), 3
             tokens: list[int] = []
             for i in range(k):
-                tokens.append(coupled.propose(torch.from_numpy(q(tokens)), stream, anchor + i, anchor))
-            p_SV = torch.from_numpy(np.array([p(tokens[:i]) for i in range(k + 1)]))
-            draft = Draft(tuple(tokens), torch.from_numpy(np.array([q(tokens[:i]) for i in range(k)])))
-            verdict = coupled.verify(p_SV, draft, stream, anchor)
+                tokens.append(coupled.propose(distribution(q(tokens)), stream, anchor + i, anchor))
+            draft = Draft(tuple(tokens), tuple(behind(q, tokens, k)))
+            verdict = coupled.verify(behind(p, tokens, k + 1), draft, stream, anchor)
             emitted = [*tokens[: verdict.accepted], verdict.token]
             alone: list[int] = []
-            none = Draft.empty()
             for i in range(len(emitted)):
-                row = torch.from_numpy(p(alone))[None]
-                alone.append(coupled.verify(row, none, stream, anchor + i).token)
+                row = distribution(p(alone), few=True)
+                alone.append(coupled.verify([row], Draft(), stream, anchor + i).token)
             assert emitted == alone
 
 
@@ -248,7 +271,7 @@ def test_an_exponential_race_is_won_by_token_i_with_probability_p_i() -> None:
             edge = p[i] * min(noise[j] / p[j] for j in range(4) if j != i)
             for factor, wins in ((1 - 1e-6, True), (1 + 1e-6, False)):
                 noise[i] = edge * factor
-                assert (race(torch.from_numpy(p), -np.expm1(-noise)) == i) is wins
+                assert (race(distribution(p), -np.expm1(-noise)) == i) is wins
 
 
 def test_coupled_acceptance_probability_is_the_published_formula() -> None:
@@ -257,22 +280,60 @@ def test_coupled_acceptance_probability_is_the_published_formula() -> None:
     rng, agreed, trials = np.random.default_rng(0), 0, 20_000
     for _ in range(trials):
         uniforms = rng.random(4)
-        agreed += race(torch.from_numpy(p), uniforms) == race(torch.from_numpy(q), uniforms)
+        agreed += race(distribution(p), uniforms) == race(distribution(q), uniforms)
     # Hoeffding: a true rate differs by more than this with probability below 1e-9
     assert abs(agreed / trials - expected) < np.sqrt(np.log(2 / 1e-9) / (2 * trials))
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_a_race_is_run_among_all_though_few_logarithms_are_taken(few: bool) -> None:
+    """The definition, argmax of p / E over every token, on long rows and at the edges of the uniforms."""
+    rng = np.random.default_rng(1)
+    for case in range(200):
+        size = int(rng.integers(1, 3000))
+        p = rng.dirichlet(np.full(size, rng.choice([0.01, 0.1, 1.0]))) * (rng.random(size) < 0.8)
+        p[rng.integers(size)] += 1e-3
+        uniforms = rng.random(size)
+        if case % 4 == 0:
+            uniforms[rng.integers(size, size=3)] = rng.choice([0.0, 2.0**-53, 1 - 2.0**-53], 3)
+        for probs in (p, p.astype(np.float32)):
+            with np.errstate(over="ignore"):
+                expected = int((probs / np.maximum(-np.log1p(-uniforms), 1e-300)).argmax())
+            assert race(distribution(probs, few=few), uniforms) == expected
+
+
 def test_inverse_cdf_gives_each_token_its_share_of_the_unit_interval() -> None:
-    probs = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0], dtype=torch.float64)
+    probs = np.array([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
     edges = [(0.0, 1), (0.25 - 1e-12, 1), (0.25, 3), (0.75 - 1e-12, 3), (0.75, 4), (1 - 2.0**-53, 4)]
-    assert [inverse_cdf(probs, u) for u, _ in edges] == [token for _, token in edges]
-    assert [inverse_cdf(probs * 7, u) for u, _ in edges] == [token for _, token in edges]
+    for few in (False, True):
+        assert [inverse_cdf(distribution(probs, few=few), u) for u, _ in edges] == [token for _, token in edges]
+        assert [inverse_cdf(distribution(probs * 7, few=few), u) for u, _ in edges] == [token for _, token in edges]
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 1000, 70_000])
+@pytest.mark.parametrize("zeros", [0.0, 0.7, 0.999])
+def test_inverse_cdf_sums_in_blocks_what_a_plain_sum_gives(size: int, zeros: float) -> None:
+    rng = np.random.default_rng(size)
+    for dtype in (np.float32, np.float64):
+        probs = (rng.random(size) * (rng.random(size) >= zeros)).astype(dtype)
+        probs[rng.integers(size)] = 1
+        mass = probs.cumsum(dtype=np.float64)
+        tokens = np.flatnonzero(probs)
+        for few in (False, True):
+            whole = distribution(probs, few=few)
+            for token in rng.choice(tokens, 20):
+                for share in (0.01, 0.99):
+                    before = mass[token] - probs[token]
+                    assert inverse_cdf(whole, (before + share * probs[token]) / mass[-1]) == token
+            assert inverse_cdf(whole, 0.0) == tokens[0]
+            for last in (1 - 2.0**-53, 1.0):  # inside of a block, rounding can make it 1
+                assert inverse_cdf(whole, last) == tokens[-1]
 
 
 def test_the_last_uniform_never_chooses_a_token_without_probability() -> None:
-    probs = torch.rand(50_000, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    probs = np.random.default_rng(0).random(50_000).astype(np.float32)
     probs[-1000:] = 0
-    assert inverse_cdf(probs, 1 - 2.0**-53) == 48_999
+    assert inverse_cdf(distribution(probs), 1 - 2.0**-53) == 48_999
 
 
 @pytest.mark.fault(13)
@@ -282,6 +343,10 @@ def test_random_numbers_are_a_function_of_their_address() -> None:
     np.random.default_rng().random(10)
     np.random.seed(0)  # noqa: NPY002 - other randomness in the process must not matter
     assert (first == Stream(1).uniforms(Purpose.ACCEPT, 5, 3, 8)).all()
+    assert first[0] == stream.uniform(Purpose.ACCEPT, 5, 3)
+    assert (first == stream.uniforms(Purpose.ACCEPT, 5, 3, 8)).all(), "asking uses nothing up"
+    raw = np.random.Philox(key=[1, 0], counter=[0, Purpose.ACCEPT, 5, 3]).random_raw(8)
+    assert (first == (raw >> np.uint64(11)) / 2**53).all()
     others = [
         Stream(2).uniforms(Purpose.ACCEPT, 5, 3, 8),
         Stream(1, 1).uniforms(Purpose.ACCEPT, 5, 3, 8),
@@ -306,21 +371,21 @@ def test_random_numbers_are_uniform_on_a_fine_grid() -> None:
 class Anchorless(Stream):
     """Numbers keyed by the position alone, which a later round meets again."""
 
-    def uniforms(self, purpose: Purpose, position: int, anchor: int, count: int) -> Vector:
-        return super().uniforms(purpose, position, 0, count)
+    def seek(self, purpose: Purpose, position: int, anchor: int) -> np.random.Philox:
+        return super().seek(purpose, position, 0)
 
 
 def gap_of_two_tokens(new_stream: Callable[[int], Stream], runs: int = 6000) -> float:
     """L1 distance from the target, of the first two tokens out of rounds of two drafted tokens each."""
     p, q = np.array([0.5, 0.5]), np.array([0.9, 0.1])
-    p_SV, q_KV = torch.from_numpy(np.array([p, p, p])), torch.from_numpy(np.array([q, q]))
+    p_S, q_K = [distribution(p)] * 3, (distribution(q),) * 2
     counts = np.zeros((2, 2))
     for seed in range(runs):
         stream, tokens = new_stream(seed), list[int]()
         while len(tokens) < 2:
             anchor = len(tokens)
-            drafted = tuple(block.propose(q_KV[0], stream, anchor + i, anchor) for i in range(2))
-            verdict = block.verify(p_SV, Draft(drafted, q_KV), stream, anchor)
+            drafted = tuple(block.propose(q_K[0], stream, anchor + i, anchor) for i in range(2))
+            verdict = block.verify(p_S, Draft(drafted, q_K), stream, anchor)
             tokens += [*drafted[: verdict.accepted], verdict.token]
         counts[tuple(tokens[:2])] += 1
     return float(np.abs(counts / runs - np.multiply.outer(p, p)).sum())
