@@ -101,7 +101,7 @@ class Case:
         words = [(False, b"word ")] * size
         proposer: Proposer = NoProposer()
         if kind == "n-gram":
-            proposer = NgramProposer(size, target.device)
+            proposer = NgramProposer(size)
         elif kind == "model":
             same = VocabularyMap(words, words, lambda text: [], target_size=size, draft_size=size)
             proposer = DraftModelProposer(draft, same, slots=1, capacity=LIMIT)

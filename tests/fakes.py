@@ -141,7 +141,7 @@ def decode(
     capacity = target.context - 1
     proposer: Proposer = NoProposer()
     if draft == "ngram":
-        proposer = NgramProposer(target.vocab_size, target.device, shortest=1)
+        proposer = NgramProposer(target.vocab_size, shortest=1)
     elif isinstance(draft, TableModel):
         tokens = [(False, bytes([i])) for i in range(target.vocab_size)]
         vocabulary = VocabularyMap(

@@ -116,7 +116,7 @@ def asked_of(llm: LLM, text: str, params: SamplingParams = GREEDY) -> Completion
 
 # ---- the interface ----
 
-MODEL = "--model --draft --draft-tokens -k --verify --dtype --quantize --device --threads"
+MODEL = "--model --draft --draft-tokens -k --verify --dtype --quantize --kv-cache-dtype --compile --device --threads"
 SAMPLING = (
     "--temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop"
     " --max-tokens --min-tokens --ignore-eos"
@@ -279,7 +279,8 @@ def test_every_model_flag_arrives(monkeypatch: pytest.MonkeyPatch, model: str, d
     flags = f"--model {model} --draft {draft} -k 2 --verify block --dtype bfloat16 --device cpu --threads 1"
     run("generate", "go", *flags.split(), "--max-tokens", "2")
     options: dict[str, Any] = {"draft_tokens": 2, "verify": "block", "dtype": "bfloat16", "device": "cpu", "threads": 1}
-    assert seen == [((model, draft), options | {"quantize": None})]
+    others = {"quantize": None, "kv_cache_dtype": "auto", "compile": False}
+    assert seen == [((model, draft), options | others)]
     run("generate", "go", "--model", model, "--draft", "none", "--quantize", "q8_0", "--max-tokens", "2")
     assert (seen[1][0], seen[1][1]["quantize"]) == ((model, None), "q8_0")
 

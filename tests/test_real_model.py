@@ -22,6 +22,7 @@ from paceline.models.interface import Chunk
 from paceline.models.quant import Quantized
 from paceline.proposers.draft_model import DraftModelProposer
 from paceline.sampling import rejection
+from paceline.sampling.distribution import Distribution
 from paceline.sampling.sampler import RULES, Rule
 from tests.decoding.test_round import accept_everything, shared_noise_propose
 
@@ -247,7 +248,8 @@ def test_the_statistical_test_catches_a_raw_q(checkpoint: Checkpoint, monkeypatc
 
     def grow_raw(self: DraftModelProposer, g: Any, logits_1D: torch.Tensor) -> None:
         grow(self, g, logits_1D)
-        g.probs[-1] = self.vocabulary.to_target(logits_1D).softmax(-1)
+        raw_V = self.vocabulary.to_target(logits_1D).softmax(-1)[0]
+        g.probs[-1] = Distribution(len(raw_V), raw_V.numpy())
 
     monkeypatch.setattr(DraftModelProposer, "_grow", grow_raw)
     assert gap(checkpoint) > BOUND

@@ -241,7 +241,7 @@ class LLM:
         if draft is None:
             return lambda slots, capacity: NoProposer()
         if draft in ("auto", "ngram"):
-            return lambda slots, capacity: NgramProposer(self.target.vocab_size, self.target.device)
+            return lambda slots, capacity: NgramProposer(self.target.vocab_size)
         if not isinstance(draft, (str, Path)):
             how = _How()  # it is as it is
         device = str(self.target.device)

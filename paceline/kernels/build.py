@@ -68,7 +68,8 @@ def available() -> bool:
 def _folder() -> Path:
     """Ours alone: code is loaded from here."""
     folder = platformdirs.user_cache_path("paceline") / "kernels"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+    folder.mkdir(exist_ok=True, mode=0o700)
     status = folder.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
         raise Unavailable(f"{folder} is not yours alone: chmod 700 it, or set XDG_CACHE_HOME")
@@ -113,6 +114,7 @@ def _compile(command: list[str], path: Path) -> None:
                 if results[-1].returncode:
                     break
             if not results[-1].returncode:
+                made.chmod(0o700)
                 os.replace(made, path)
                 return
         last = (results[-1].stderr.strip() or "it gave no reason").splitlines()[0]

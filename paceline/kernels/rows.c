@@ -285,16 +285,20 @@ typedef struct {
 static void finish(const Matrix *w, const Result *to, int rows, int panels, int panel, const float *acc, size_t acc_ld) {
     for (int r = 0; r < rows; r++)
         for (int p = 0; p < panels; p++) {
-            const float *from = acc + r * acc_ld + p * PANEL;
-            int first = (panel + p) * PANEL, count = w->outputs - first < PANEL ? w->outputs - first : PANEL;
-            float *y = to->y + r * to->ldy + first;
-            float sums[PANEL];
-            memcpy(sums, from, sizeof sums);
-            if (w->bias)
-                for (int i = 0; i < count; i++) sums[i] += w->bias[first + i];
-            if (to->residual)
-                for (int i = 0; i < count; i++) sums[i] += to->residual[r * to->ldy + first + i];
-            memcpy(y, sums, count * sizeof(float));
+            const int first = (panel + p) * PANEL, left = w->outputs - first;
+            float sums[PANEL], *y = to->y + r * to->ldy + first;
+            float *at = left < PANEL ? sums : y; /* the last panel may hold outputs that are none */
+            const float *residual = to->residual ? to->residual + r * to->ldy + first : 0;
+            for (int v = 0; v < PANEL; v += LANES) {
+                vec sum = load(acc + r * acc_ld + p * PANEL + v);
+                if (left >= PANEL && w->bias) sum += load(w->bias + first + v);
+                if (left >= PANEL && residual) sum += load(residual + v);
+                store(at + v, sum);
+            }
+            for (int i = 0; left < PANEL && i < left; i++) {
+                if (w->bias) sums[i] += w->bias[first + i];
+                y[i] = residual ? sums[i] + residual[i] : sums[i];
+            }
         }
 }
 

@@ -10,8 +10,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from paceline.proposers.base import Request
 from paceline.sampling.draft import Draft
 
@@ -30,10 +28,8 @@ class NgramProposer:
     `vocab_size` is the target's; at most `candidates` occurrences are compared, the latest ones.
     """
 
-    def __init__(
-        self, vocab_size: int, device: torch.device, *, shortest: int = 3, longest: int = 16, candidates: int = 64
-    ) -> None:
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, vocab_size: int, *, shortest: int = 3, longest: int = 16, candidates: int = 64) -> None:
+        self.vocab_size = vocab_size
         self.shortest, self.longest, self.candidates = shortest, longest, candidates
         self._indices: dict[int, _Index] = {}
 

@@ -252,7 +252,7 @@ ROUNDED = "quantized to Q8_0, which approximates the checkpoint; 'lossless' mean
     ],
 )
 def test_formats_on_a_cpu(
-    embedding: str, others: str, options: dict[str, str], dtype: str, notes: tuple[str, ...], tmp_path: Path
+    embedding: str, others: str, options: dict[str, Any], dtype: str, notes: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = typed(tmp_path / "x.gguf", embedding, others)
     model, told = loaded(path, device="cpu", **options)
@@ -273,7 +273,7 @@ def test_formats_on_a_cpu(
     "kinds", [("Q8_0", "Q4_1"), ("F16", "Q4_0"), ("BF16", "Q8_0"), ("F32", "Q5_0"), ("BF16", "F16")]
 )
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantize": "q8_0"}], ids=str)
-def test_a_model_computes_with_its_own_formats(kinds: tuple[str, str], options: dict[str, str], tmp_path: Path) -> None:
+def test_a_model_computes_with_its_own_formats(kinds: tuple[str, str], options: dict[str, Any], tmp_path: Path) -> None:
     """As the same decoder does with float32 copies of the matrices it holds."""
     path = typed(tmp_path / "x.gguf", *kinds)
     checkpoint = load(str(path), device="cpu", **options)
@@ -311,7 +311,7 @@ def test_a_model_computes_with_its_own_formats(kinds: tuple[str, str], options: 
     ],
 )
 def test_other_devices_run_in_one_type(
-    embedding: str, others: str, options: dict[str, str], dtype: str, notes: tuple[str, ...], tmp_path: Path
+    embedding: str, others: str, options: dict[str, Any], dtype: str, notes: tuple[str, ...], tmp_path: Path
 ) -> None:
     path = typed(tmp_path / "x.gguf", embedding, others)
     checkpoint = load(str(path), device="meta", **options)
@@ -463,7 +463,7 @@ def test_tensors_of_a_folder_are_read_without_keeping_the_file_mapped(tmp_path: 
     ],
 )
 def test_formats_of_folders(
-    stored: str, options: dict[str, str], formats: dict[str, int], notes: tuple[str, ...], tmp_path: Path
+    stored: str, options: dict[str, Any], formats: dict[str, int], notes: tuple[str, ...], tmp_path: Path
 ) -> None:
     folder = save(tmp_path / "model", tiny("qwen2", tie_word_embeddings=True), stored)
     # What the decoder has no use for decides nothing.
@@ -578,7 +578,7 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
         ({"device": "cuda:99"}, "device 'cuda:99' is not to be had here"),
     ],
 )
-def test_options_that_mean_nothing(options: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_options_that_mean_nothing(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = write_llama(tmp_path / "x.gguf", vocab=300, tokenizer=byte_tokenizer)
     with pytest.raises(ValueError, match=message):
         load(str(path), **options)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from paceline.proposers.base import Request
 from paceline.proposers.ngram import NgramProposer
@@ -22,7 +21,7 @@ SAMPLER = Sampler(params=SamplingParams(), rule=RULES["token"], stream=Stream(0)
 
 
 def proposer(**changes: int) -> NgramProposer:
-    made = NgramProposer(V, torch.device("cpu"), **changes)
+    made = NgramProposer(V, **changes)
     made.begin(0)
     return made
 
