@@ -42,13 +42,13 @@ def library() -> ctypes.CDLL:
         raise Unavailable("no C compiler was found (gcc or clang; CC names another one)")
     native = "-mcpu=native" if platform.machine().lower() in ("aarch64", "arm64") else "-march=native"
     command = [compiler, *FLAGS, native]
-    path = _folder() / f"rows-{_key(command)}.so"
     try:
+        path = _folder() / f"rows-{_key(command)}.so"
         if not path.is_file():
             _compile(command, path)
         return ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"the compiled kernels could not be stored or loaded ({error})") from error
+        raise Unavailable(f"the kernels could not be compiled, stored or loaded ({error})") from error
 
 
 @functools.cache

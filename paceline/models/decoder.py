@@ -290,10 +290,13 @@ class Decoder(nn.Module):
                 raise ValueError(f"tensor {name} has shape {list(tensor.shape)}, the configuration needs {list(shape)}")
             owner_name, _, leaf = name.rpartition(".")
             owner = decoder.get_submodule(owner_name)
-            if packed and isinstance(owner, (Linear, Embedding)) and leaf == "weight" and Matrix.fits(shape[1]):
-                owner.packed = _packed(tensor, dtype)
-                owner.register_parameter(leaf, None)
-                continue
+            if packed and isinstance(owner, (Linear, Embedding)) and leaf == "weight":
+                if Matrix.fits(shape[1]):
+                    owner.packed = _packed(tensor, dtype)
+                    owner.register_parameter(leaf, None)
+                    continue
+                if dtype is not None and isinstance(tensor, torch.Tensor):
+                    tensor = tensor.to(dtype)  # rounded like the others, though held as float32
             if isinstance(tensor, Quantized):
                 tensor = tensor.dequantize()
             wanted = torch.float32 if packed or isinstance(owner, Norm) else dtype

@@ -23,6 +23,10 @@ def rotate(x_NQD: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.addcmul(x_NQD * cos_N1D, x_NQD.roll(x_NQD.shape[-1] // 2, dims=-1), sin_N1D)
 
 
+BLOCK = 256
+"""Positions whose angles are computed together."""
+
+
 class Table:
     """cos and sin of all positions up to the longest sequence so far. It grows, and what is there never changes."""
 
@@ -47,12 +51,15 @@ class Table:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _grow(self, longest: int) -> None:
-        cos_P1D, sin_P1D = self._angles
-        known = len(cos_P1D)
-        length = max(longest, 2 * known, 256)
-        positions_N = torch.arange(known, length, dtype=torch.float32, device=cos_P1D.device)
-        cos, sin = rotation(self._rope, self._head_dim, positions_N, cos_P1D.dtype)
-        self._angles = torch.cat((cos_P1D, cos)), torch.cat((sin_P1D, sin))
+        """By whole blocks, always the same ones: torch's powers may round differently at the end of a tensor."""
+        cos, sin = ([whole] for whole in self._angles)
+        for begin in range(len(cos[0]), max(longest, 2 * len(cos[0])), BLOCK):
+            positions_N = torch.arange(begin, begin + BLOCK, dtype=torch.float32, device=cos[0].device)
+            for parts, part in zip(
+                (cos, sin), rotation(self._rope, self._head_dim, positions_N, cos[0].dtype), strict=True
+            ):
+                parts.append(part)
+        self._angles = torch.cat(cos), torch.cat(sin)
 
 
 @functools.lru_cache(maxsize=64)

@@ -184,7 +184,7 @@ def test_a_folder_that_cannot_be_made_is_a_reason_not_an_error(tmp_path: Path, m
 
 def test_a_damaged_library_is_a_reason_not_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_compile", lambda command, path: path.write_bytes(b"half a library"))
-    with pytest.raises(Unavailable, match="could not be stored or loaded"):
+    with pytest.raises(Unavailable, match="could not be compiled, stored or loaded"):
         build.library()
 
 
