@@ -159,21 +159,28 @@ def in_format(checkpoint: Checkpoint, format: str) -> Decoder:
 
 
 @pytest.mark.skipif(not kernels.available(), reason="needs a C compiler")
-@pytest.mark.parametrize("format", ["float32", "bfloat16", "float16", *BLOCKS])
-def test_greedy_texts_of_200_tokens_are_the_same_with_and_without_a_draft(checkpoint: Checkpoint, format: str) -> None:
-    """Bit for bit the same logits, whatever is scored beside them: so no near-tie can part two texts."""
+@pytest.mark.parametrize(
+    ("format", "prompts"), [("float32", 3), ("bfloat16", 20), ("float16", 4), ("q8_0", 20), ("q4_0", 4), ("q4_1", 4)]
+)
+def test_greedy_texts_of_200_tokens_are_the_same_with_and_without_a_draft(
+    checkpoint: Checkpoint, format: str, prompts: int
+) -> None:
+    """Bit for bit the same logits, whatever is scored beside them: so no near-tie can part two texts.
+
+    All 20 prompts in all formats would take seven minutes.
+    """
     model = in_format(checkpoint, format)
     asked = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
-    def texts(draft: Any, count: int = len(MORE_PROMPTS), **options: Any) -> list[list[int]]:
+    def texts(draft: Any, count: int = prompts, **options: Any) -> list[list[int]]:
         engine = LLM(model, draft, tokenizer=checkpoint.tokenizer, **options)
         return [completion.token_ids for completion in engine.generate(MORE_PROMPTS[:count], asked)]
 
     plain = texts(None, max_num_seqs=10)
-    assert texts("ngram", max_num_seqs=8, draft_tokens=7) == plain
-    assert texts(None, count=2, max_num_seqs=1) == plain[:2]
-    assert texts("ngram", count=4, max_num_seqs=1, draft_tokens=4) == plain[:4]
-    assert texts(model.cut((0, 1, 28, 29)), count=2, max_num_seqs=1, draft_tokens=4) == plain[:2]
+    assert texts("ngram", max_num_seqs=3, draft_tokens=7) == plain
+    assert texts(None, count=1, max_num_seqs=1) == plain[:1]
+    assert texts("ngram", count=2, max_num_seqs=1, draft_tokens=4) == plain[:2]
+    assert texts(model.cut((0, 1, 28, 29)), count=1, max_num_seqs=1, draft_tokens=4) == plain[:1]
 
 
 def test_a_float16_cache_takes_half_the_memory_and_keeps_texts_equal(checkpoint: Checkpoint) -> None:

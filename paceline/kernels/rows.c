@@ -1,4 +1,4 @@
-/* Few rows of activations by matrices of weights, and the two halves of a decoder layer made of such products.
+/* Few rows of activations by matrices of weights, and decoder layers made of such products.
  *
  * Compiled for the machine it runs on (build.py); called through ops.py, which says what every argument is, in torch.
  *
@@ -7,9 +7,10 @@
  * only say how many of these sums are under way at once. Every change here has to keep that.
  *
  * Panels. A matrix is stored as panels of 16 outputs, along its inputs, in 32-bit words that belong to one output each:
- * one float32, two bfloat16, four int8, or eight nibbles in the order of a GGUF block. So vectors lie along the
- * outputs, an input is broadcast, and a sum never has to be added across a vector. Quantized formats have blocks of 32
- * inputs, the panel's 16 scales first (and 16 minima, for Q4_1).
+ * one float32, two bfloat16, four int8, or eight nibbles, the first four inputs in the low halves of its bytes; float16
+ * lies bare, 16 numbers for each input. So vectors lie along the outputs, an input is broadcast, and a sum never has to
+ * be added across a vector. Quantized formats have blocks of 32 inputs, the panel's 16 scales first (and 16 least values,
+ * for Q4_1). matrix.py packs them.
  */
 #include <math.h>
 #include <stdint.h>
@@ -215,8 +216,8 @@ typedef struct {
     size_t ldt;
 } Operands;
 
-/* acc += w x for `blocks` blocks of 32 inputs, `rows` rows, `panels` panels. `words` is the form the weights have in
- * `floats` or, where that is null, in the matrix itself. acc is [rows][panels][16]. */
+/* acc += w x for `blocks` blocks of 32 inputs, `rows` rows, `panels` panels. Weights come from `floats`, unpacked, or
+ * from the matrix itself where that is null; scales always from the matrix. acc is [rows][panels][16]. */
 INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o, const float *floats, float *acc_at) {
     const int bytes = block_bytes(format), header = header_bytes(format);
     vec acc[SMALL][WIDE][VECS];
@@ -304,7 +305,6 @@ static void finish(const Matrix *w, const Result *to, int rows, int panels, int 
 
 #define FORMATS(DO) DO(FLOAT32) DO(BFLOAT16) DO(FLOAT16) DO(Q8_0) DO(Q4_0) DO(Q4_1)
 #define ROWS_OF_A_TILE(DO, f) DO(f, 1, 4) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
-static const int panels_at_once[SMALL + 1] = {0, 4, 1, 1, 1, 1, 1};
 
 /* Functions of their own: inlined into one, they are too much for a compiler's register allocation. */
 #define DIRECT(f, rows, panels)                                                                                        \
@@ -375,7 +375,7 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
     const int share_floats = rows >= UNPACK_FROM && w->format != FLOAT32, slab = w->format == FLOAT32 ? SLAB / 2 : SLAB;
     Operands o = *x;
     for (int panel = begin, panels; panel < end; panel += panels) {
-        panels = rows > SMALL || panel + panels_at_once[rows] > end ? 1 : panels_at_once[rows];
+        panels = rows == 1 && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
         o.data = w->data + panel * o.stride;
         memset(acc, 0, rows * panels * PANEL * sizeof(float));
         if (rows <= SMALL)
