@@ -689,3 +689,17 @@ def test_the_built_in_model_answers() -> None:
     )
     assert "Paris" in record["text"]
     assert compared["comparison"]["same_text"] is True
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, "1000"), ("7", "7")])
+def test_threads_wait_briefly_unless_told_otherwise(given: str | None, found: str) -> None:
+    code = (
+        "import os, atexit; from paceline.cli import main;"
+        "atexit.register(lambda: print(os.environ['GOMP_SPINCOUNT'])); main()"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "GOMP_SPINCOUNT"}
+    environment |= {} if given is None else {"GOMP_SPINCOUNT": given}
+    done = subprocess.run(
+        [sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=True, env=environment
+    )
+    assert done.stdout.splitlines()[-1] == found
