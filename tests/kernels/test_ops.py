@@ -239,27 +239,13 @@ def python(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-STRIDED = """
-import torch, paceline.kernels as kernels
-weight = torch.randn(16, 512)
-matrix = kernels.Matrix.pack(weight)
-x = torch.randn(512, 4096).T
-assert (kernels.product(x, matrix) - x @ weight.T).abs().max() < 1e-3
-"""
-
-
 @pytest.mark.parametrize("rows", [1, 7, 100])
 def test_inputs_may_be_a_view(rows: int) -> None:
+    """Its contiguous copy has to live until the product is there."""
     matrix, weight_OI, summed_OI = packed("float32", 40, 96)
     x_IN = inputs_of(96, 2 * rows)
     x_NI = x_IN.T[::2]
     check(kernels.product(x_NI, matrix), x_NI, weight_OI, summed_OI)
-
-
-def test_inputs_may_be_a_large_view() -> None:
-    """In a process of its own: memory that was given back too early ends it."""
-    done = python(STRIDED)
-    assert done.returncode == 0, done.stderr[-500:]
 
 
 SWITCHED_OFF = """

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -15,7 +21,7 @@ from gguf.constants import GGMLQuantizationType
 import paceline.kernels as kernels
 from paceline.models.cache import KVCache
 from paceline.models.config import Layer, ModelConfig, Rope
-from paceline.models.decoder import Decoder
+from paceline.models.decoder import ACTIVATIONS, Decoder
 from paceline.models.interface import Chunk, Scores
 from paceline.models.quant import BLOCK, BLOCK_BYTES, Quantized
 
@@ -265,6 +271,37 @@ def test_inference_mode_may_begin_and_end_anywhere() -> None:
     second = packed([Chunk(0, ids[40:], 20)], cache).logits[0]
     assert not second.requires_grad
     assert torch.equal(torch.cat((first, second)), expected)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+def test_activations_are_torchs_over_the_whole_range(activation: Any) -> None:
+    """A layer that is x + activation(z), z being its normed input, and x too small to matter."""
+    size, two = 32, PLAIN.layers[:2]
+    config = replace(PLAIN, layers=two, hidden_size=size, intermediate_size=size, activation=activation, mlp_bias=True)
+    random = torch.Generator().manual_seed(1)
+    tensors = weights(config)
+    rows_VH = torch.randn(config.vocab_size, size, generator=random)
+    rows_VH[0], rows_VH[1, 0] = 0, 1e4
+    tensors["embedding.weight"] = 1e-6 * rows_VH
+    tensors["layers.0.attention.output.weight"].zero_()
+    tensors["layers.0.mlp_norm.weight"] = torch.logspace(-3, 5, size)
+    for name, weight_OI, bias in (("gate", torch.eye(size), 0.0), ("up", torch.zeros(size, size), 1.0)):
+        tensors[f"layers.0.mlp.{name}.weight"], tensors[f"layers.0.mlp.{name}.bias"] = (
+            weight_OI,
+            torch.full((size,), bias),
+        )
+    tensors["layers.0.mlp.down.weight"], tensors["layers.0.mlp.down.bias"] = torch.eye(size), torch.zeros(size)
+    config = replace(config, norm_eps=1e-20)
+    packed = Decoder.from_tensors(config, tensors.items(), dtype=None, packed=True)
+    assert packed._native is not None
+    everything = Chunk(0, range(config.vocab_size), 0)
+    found = packed([everything], packed.new_cache(1, config.vocab_size), [1]).features[0][:, 0].double()
+    x_VH = tensors["embedding.weight"].double()
+    squares_V1 = x_VH.square().mean(dim=1, keepdim=True)
+    z_VH = x_VH / (squares_V1 + config.norm_eps).sqrt() * tensors["layers.0.mlp_norm.weight"].double()
+    assert z_VH.abs().max() > 1e5
+    expected = x_VH + ACTIVATIONS[activation](z_VH)
+    assert ((found - expected).abs() <= 4e-7 * (z_VH.abs() + x_VH.abs()) + 1e-12).all()
 
 
 # Row invariance
@@ -521,6 +558,53 @@ def test_a_cache_of_float16_holds_the_same_rounded_and_keeps_the_bits_of_a_row(c
         rounded.clear()
         rounded.run(count)
         assert_same_bits(rounded, alone, count)
+
+
+def at_its_end(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy behind which nothing can be read: touching it ends the process."""
+    size = tensor.numel() * tensor.element_size()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + pages
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(behind), mmap.PAGESIZE, 0) == 0
+    whole = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=pages - size)
+    return whole.view(tensor.shape).copy_(tensor)
+
+
+def read_to_the_end() -> None:
+    """Products, rows and passes whose arguments end where readable memory does."""
+    for format in FORMATS:
+        decoder = invariant("odd-sizes", format)
+        for owner in (decoder.embedding, decoder.head, decoder.layers[0].mlp.up):  # type: ignore[union-attr]
+            matrix = owner.packed  # type: ignore[union-attr]
+            assert isinstance(matrix, kernels.Matrix)
+            matrix = replace(matrix, data=at_its_end(matrix.data))
+            for rows in (1, 5, 8, 20):
+                x_NI, bias_O = at_its_end(torch.ones(rows, matrix.inputs)), at_its_end(torch.ones(matrix.outputs))
+                kernels.product(x_NI, matrix, bias_O)
+            kernels.rows(matrix, at_its_end(torch.tensor([0, matrix.outputs - 1])))
+    for dtype in (torch.float32, torch.float16) if kernels.can_halve() else (torch.float32,):
+        for case in ("all-of-gemma", "one-key-head"):
+            decoder = pair(case)[0]
+            decoder.set_cache_dtype(dtype)
+            for counts in ([1] * 45, (5,) * 9, (45,), (33, 12)):
+                cache = decoder.new_cache(1, 45)
+                cache.keys = [at_its_end(keys.zero_()) for keys in cache.keys]
+                cache.values = [at_its_end(values.zero_()) for values in cache.values]
+                for count in counts:
+                    decoder([Chunk(0, tokens(count), count)], cache)
+                assert cache.length(0) == 45
+    print("the end")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="mprotect of this C library")
+def test_nothing_is_read_behind_its_end() -> None:
+    script = f"from {__name__} import read_to_the_end; read_to_the_end()"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr[-500:]
 
 
 def test_blocks_are_kept_as_they_come() -> None:
