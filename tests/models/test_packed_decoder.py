@@ -151,7 +151,7 @@ def pair(case: str, format: str = "float32") -> tuple[Decoder, Decoder]:
     return packed, Decoder.from_tensors(config, tensors.items(), dtype=torch.float32)
 
 
-def assert_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], limit: float = 2e-5) -> None:
+def assert_near(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], limit: float = 1e-5) -> None:
     """Apart by at most `limit` of the largest number there is."""
     assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
     assert {tensor.dtype for tensor in found} == {torch.float32}
@@ -461,7 +461,7 @@ def test_a_vocabulary_that_torch_cuts_for_its_threads(format: str) -> None:
             assert torch.equal(torch.cat([part.logits[0] for part in parts]), alone), (threads, count)
 
 
-@pytest.mark.parametrize("kind", ["default", "linear", "dynamic", "llama3", "yarn"])
+@pytest.mark.parametrize("kind", ["default", "dynamic", "yarn"])
 def test_rotations_do_not_depend_on_how_a_text_was_cut(kind: Any) -> None:
     """Angles are remembered, so each cut of the text has a rope that nobody had before (in float32 it is the same)."""
     bits = []
