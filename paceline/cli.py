@@ -52,7 +52,7 @@ app = typer.Typer(
 
 def main() -> None:
     # Read when torch is imported. OpenMP's threads wait for each other busily, by default so long that other processes
-    # which want the same processors can make a pass fifty times slower; this bounds the wait.
+    # which want the same processors can make a pass many times slower; this bounds the wait (benchmarks/contention.py).
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):

@@ -188,6 +188,7 @@ def test_a_float16_cache_takes_half_the_memory_and_keeps_texts_equal(checkpoint:
     assert isinstance(half.target, Decoder)
     cache = half.target.new_cache(1, 64)
     assert cache.keys[0].dtype == cache.values[0].dtype == torch.float16
+    assert any("float16" in note for note in half.notes)
     asked = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     plain = half.generate(MORE_PROMPTS[:3], asked)
     drafted = LLM(half.target, "ngram", tokenizer=half.tokenizer, max_num_seqs=2).generate(MORE_PROMPTS[:3], asked)

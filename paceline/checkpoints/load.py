@@ -155,8 +155,12 @@ def load(
             decoder.set_cache_dtype(getattr(torch, kv_cache_dtype))
         if compile:
             decoder.compile_layers()
-    notes = (*facts.notes, slow) if slow and facts.config is not None else facts.notes
-    return Checkpoint(model=model, tokenizer=facts.tokenizer, eos_ids=facts.eos_ids, source=source, notes=notes)
+    notes = [*facts.notes]
+    if slow and facts.config is not None:
+        notes.append(slow)
+    if kv_cache_dtype == "float16":
+        notes.append("Keys and values are rounded to float16; 'lossless' means: against this.")
+    return Checkpoint(model=model, tokenizer=facts.tokenizer, eos_ids=facts.eos_ids, source=source, notes=tuple(notes))
 
 
 def inspect(name: str, *, dtype: str = "auto", quantize: str | None = None) -> Inspection:

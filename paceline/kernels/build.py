@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -45,6 +46,8 @@ def library() -> ctypes.CDLL:
     try:
         path = _folder() / f"rows-{_key(command)}.so"
         if not path.is_file():
+            # Seen without any setting up: whoever waits the first time should know for what.
+            logging.getLogger(__name__).warning("compiling the CPU kernels for this machine: once, some seconds")
             _compile(command, path)
         return ctypes.CDLL(str(path))
     except OSError as error:

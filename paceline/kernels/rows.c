@@ -571,11 +571,11 @@ static void to_half(const float *x, int size, uint16_t *y) {
 #elif defined(__ARM_NEON)
     for (int i = 0; i < size; i += 4) vst1_u16(y + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(x + i))));
 #else
-    (void)x, (void)size, (void)y; /* ops.py never asks for it: see paceline_lanes */
+    (void)x, (void)size, (void)y; /* never asked for: see paceline_has_halves */
 #endif
 }
 
-/* q or k of one token and head: normed, rotated, and written to `to`. */
+/* q or k of one token and head, normed and rotated in place. */
 INLINE void placed(const Attention *a, float *x, const float *weight, const float *cos, const float *sin) {
     const int size = a->head_dim, half = size / 2;
     if (weight) norm(x, weight, a->eps, size, x);
