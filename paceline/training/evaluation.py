@@ -1,0 +1,125 @@
+"""What serving will see of a draft, on texts it was not trained on: how often its tokens would be accepted.
+
+p and q both go through the one path to probabilities, at the parameters asked for, so alpha = sum min(p, q) is the
+probability that a token drafted here is accepted. It is kept by position along a draft, since a draft that goes on from
+its own guesses gets worse.
+
+Shapes: N positions of a batch, R rows, V vocabulary, J positions along a draft, P parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from paceline.sampling.distribution import Distribution, distributions
+from paceline.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.training.data import Batch
+    from paceline.training.learners import Learner
+
+MAX_DRAFT = 8
+"""Acceptance length and speed-up are told for K = 1 to this."""
+ROWS = 64
+"""Rows of logits over the whole vocabulary that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds, measured on the machine that serves. Both lists hold one value for each of K = 1 to 8."""
+
+    plain_s: float
+    """One round that drafts nothing."""
+    score_s: list[float]
+    """The target's pass over K drafted tokens."""
+    draft_s: list[float]
+    """Drafting K tokens."""
+    other_s: float
+    """What else a round takes, verification among it."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """By position along a draft: how probably a token is accepted, and the share of rows whose best tokens agree."""
+
+    alpha: list[float]
+    greedy: list[float]
+    rows: int
+    """Rows of the first position."""
+
+    @classmethod
+    def of(cls, sums_J3: torch.Tensor) -> Evaluation:
+        """From the sums of `evaluate`. Raises ValueError where there was nothing to evaluate on."""
+        found = [(alpha / rows, greedy / rows) for alpha, greedy, rows in sums_J3.tolist() if rows]
+        if not found:
+            raise ValueError("the held-out texts have no trained positions: give more prompts")
+        return cls([alpha for alpha, _ in found], [greedy for _, greedy in found], int(sums_J3[0, 2]))
+
+    @property
+    def lengths(self) -> list[float]:
+        """Tokens a round is expected to give, for K = 1 to 8: 1 + the sum over k <= K of alpha_1 ... alpha_k. Positions
+        beyond those that were unrolled count with the last alpha that was measured."""
+        along = [*self.alpha, *[self.alpha[-1]] * MAX_DRAFT][:MAX_DRAFT]
+        return list(accumulate(accumulate(along, mul), initial=1.0))[1:]
+
+    def speedups(self, costs: Costs) -> list[float]:
+        """Against plain decoding, for K = 1 to 8."""
+        rounds = zip(self.lengths, costs.score_s, costs.draft_s, strict=True)
+        return [length * costs.plain_s / (score + draft + costs.other_s) for length, score, draft in rounds]
+
+
+@torch.no_grad()
+def evaluate(
+    learner: Learner,
+    batches: Iterable[Batch],
+    target_logits: Callable[[torch.Tensor], torch.Tensor],
+    params: SamplingParams,
+    steps: int = MAX_DRAFT,
+) -> torch.Tensor:
+    """[J, 3] in float64, J = `steps`: by position, the sums over rows of alpha and of greedy agreement, and the rows.
+
+    `target_logits` gives the target's logits [R, V] from its last hidden states [R, H]; R is small. Raises ValueError
+    for parameters that look at the text before a token: rows are evaluated without one.
+    """
+    if params.penalises or params.min_tokens:
+        raise ValueError("penalties and min_tokens depend on the text so far: evaluate a draft without them")
+    both = (params, replace(params, temperature=0.0))
+    ids_D = None if learner.ids_D is None else learner.ids_D.cpu().numpy()
+    sums_J3 = torch.zeros(steps, 3, dtype=torch.float64)
+    for batch in batches:
+        trained = batch.trained_N.nonzero()[:, 0]
+        p_PN: list[dict[int, Distribution]] = [{}, {}]
+        for part in trained.split(ROWS):
+            logits_RV = target_logits(batch.hidden_NH[part])
+            for kept, wanted in zip(p_PN, both, strict=True):
+                kept.update(zip(part.tolist(), _rows(logits_RV, wanted), strict=True))
+        size = logits_RV.shape[-1] if len(trained) else 0
+        for j, (logits_RD, rows_R) in enumerate(learner.unroll(batch, steps)):
+            for column, (kept, wanted) in enumerate(zip(p_PN, both, strict=True)):
+                for logits, part in zip(logits_RD.split(ROWS), rows_R.split(ROWS), strict=True):
+                    q_R = (_over_target(q, ids_D, size) for q in _rows(logits, wanted))
+                    sums_J3[j, column] += math.fsum(_alpha(kept[n], q) for n, q in zip(part.tolist(), q_R, strict=True))
+            sums_J3[j, 2] += len(rows_R)
+    return sums_J3
+
+
+def _rows(logits_RV: torch.Tensor, params: SamplingParams) -> list[Distribution]:
+    # Nothing looks at the tokens between rows here: any will do.
+    return distributions(logits_RV, params, drafted=[0] * (len(logits_RV) - 1)) if len(logits_RV) else []
+
+
+def _over_target(q: Distribution, ids_D: np.ndarray | None, size: int) -> Distribution:
+    """A distribution over the draft's vocabulary as one over the target's."""
+    return q if ids_D is None else Distribution(size, q.probs, ids_D if q.ids is None else ids_D[q.ids])
+
+
+def _alpha(p: Distribution, q: Distribution) -> float:
+    return float(p.probs.sum(dtype=np.float64) - p.minus(q).probs.sum(dtype=np.float64))
