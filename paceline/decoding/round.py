@@ -83,7 +83,7 @@ class Batch:
         clock.append(self._now())
 
         # 2. Score what is unread and drafted, all sequences in one pass of the target.
-        scores = self.target([turn.chunk for turn in turns], self._cache)
+        scores = self.target([turn.chunk for turn in turns], self._cache, self.proposer.features)
         clock.append(self._now())
 
         # 3. Verify: which of the drafted tokens stand, and which token follows them.
@@ -91,8 +91,9 @@ class Batch:
         clock.append(self._now())
 
         # 4. Commit token by token, up to where the sequence ends; rewind both caches to what was committed.
-        for turn, outcome in zip(turns, outcomes, strict=True):
-            self._commit(turn, outcome)
+        features = scores.features or itertools.repeat(None)
+        for turn, outcome, of_turn in zip(turns, outcomes, features, strict=False):
+            self._commit(turn, outcome, of_turn)
         clock.append(self._now())
 
         draft_s, score_s, verify_s, other_s = (after - before for before, after in itertools.pairwise(clock))
@@ -159,7 +160,12 @@ class Batch:
         following = sequence.tokens[start : start + len(turn.unread)]
         sequence.prompt_logprobs += report(logits_TV[: len(following)], following, count)
 
-    def _commit(self, turn: _Turn, outcome: list[tuple[int, Provenance, TokenLogprobs | None]]) -> None:
+    def _commit(
+        self,
+        turn: _Turn,
+        outcome: list[tuple[int, Provenance, TokenLogprobs | None]],
+        features_TFH: torch.Tensor | None,
+    ) -> None:
         sequence = turn.sequence
         accepted = 0
         for token, provenance, logprobs in outcome:
@@ -168,12 +174,14 @@ class Batch:
                 break
         if not turn.reads_prompt:
             sequence.stats.count_round(len(turn.draft), accepted)
+        read = self._cache.length(sequence.slot)
+        stands = min(read, len(sequence.tokens) - 1)
+        self._cache.truncate(sequence.slot, stands)
+        if features_TFH is not None:
+            features_TFH = features_TFH[: len(features_TFH) - (read - stands)]
+        self.proposer.observe(sequence.slot, sequence.tokens, features_TFH)
         if sequence.finish_reason is not None:
             self._free.append(sequence.slot)
-            return
-        stands = min(self._cache.length(sequence.slot), len(sequence.tokens) - 1)
-        self._cache.truncate(sequence.slot, stands)
-        self.proposer.observe(sequence.slot, sequence.tokens)
 
     def _now(self) -> float:
         if self.target.device.type == "cuda":  # untested: kernels run behind the clock's back otherwise

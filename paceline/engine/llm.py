@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import secrets
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -10,8 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
+from paceline.checkpoints.drafts import is_draft, load_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
@@ -19,17 +22,26 @@ from paceline.decoding.generate import generate
 from paceline.decoding.round import Batch
 from paceline.engine.outputs import Completion, CompletionOutput, Logprob, StreamChunk
 from paceline.models.adapter import TransformersModel
+from paceline.models.decoder import Decoder
+from paceline.models.feature import FeatureDraft
+from paceline.models.heads import Heads
 from paceline.models.interface import LanguageModel
 from paceline.proposers.base import NoProposer, Proposer
 from paceline.proposers.draft_model import DraftModelProposer
+from paceline.proposers.feature import FeatureProposer
+from paceline.proposers.heads import HeadsProposer
 from paceline.proposers.ngram import NgramProposer
-from paceline.proposers.vocabulary import VocabularyMap
+from paceline.proposers.vocabulary import ReducedVocabulary, VocabularyMap
+from paceline.sampling.distribution import Among
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.sampler import RULES, Sampler
 from paceline.sampling.streams import Stream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+NewProposer = Callable[[int, int], Proposer]
+"""(slots, capacity in tokens) -> the proposer of one run."""
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
@@ -40,9 +52,9 @@ class LLM:
 
     model: a built-in name ("smollm2-135m"), a folder, a .gguf file, a hub id, or a model in memory: one of ours, or
         any causal model of transformers (then with `tokenizer`).
-    draft: "auto" (the best for this target), None (plain decoding), "ngram" (prompt lookup), or a model, given in any
-        of the ways of `model`. A draft with another tokenizer proposes the tokens that both know; a draft in memory
-        without `draft_tokenizer` has the target's.
+    draft: "auto" (the best for this target), None (plain decoding), "ngram" (prompt lookup), a folder that `paceline
+        train` made for this target, or a model, given in any of the ways of `model`. A draft with another tokenizer
+        proposes the tokens that both know; a draft in memory without `draft_tokenizer` has the target's.
     draft_tokens: K, how many tokens a round drafts at most; 0 is plain decoding.
     verify: "token" (the paper's rule), "block" (at least as many tokens a round), "coupled" (the text depends on target
         and seed alone, whatever the draft).
@@ -92,6 +104,13 @@ class LLM:
         self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, how)
         self.draft_tokens = draft_tokens
         self._new_proposer = self._proposers(draft, draft_tokenizer, how)
+
+    def with_draft(self, new_proposer: NewProposer, *, max_num_seqs: int | None = None) -> LLM:
+        """The same target in memory, drafted for by what `new_proposer` makes: a proposer of one's own."""
+        other = copy.copy(self)
+        other._new_proposer = new_proposer
+        other._max_num_seqs = max_num_seqs or self._max_num_seqs
+        return other
 
     def generate(
         self,
@@ -236,14 +255,15 @@ class LLM:
         draft: str | Path | LanguageModel | PreTrainedModel | None,
         draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
         how: _How,
-    ) -> Callable[[int, int], Proposer]:
-        """(slots, capacity) -> the proposer of one run."""
+    ) -> NewProposer:
         if draft is None:
             return lambda slots, capacity: NoProposer()
         if draft in ("auto", "ngram"):
             return lambda slots, capacity: NgramProposer(self.target.vocab_size)
         if not isinstance(draft, (str, Path)):
             how = _How()  # it is as it is
+        if isinstance(draft, (str, Path)) and is_draft(Path(draft)):
+            return self._trained(Path(draft))
         device = str(self.target.device)
         drafting = _loaded(draft, draft_tokenizer or self.tokenizer, replace(how, device=device))
         vocabulary = VocabularyMap(
@@ -257,6 +277,24 @@ class LLM:
         if not vocabulary.identical:
             self.notes = (*self.notes, f"the draft can propose {vocabulary.share:.0%} of the target's tokens")
         return lambda slots, capacity: DraftModelProposer(drafting.model, vocabulary, slots=slots, capacity=capacity)
+
+    def _trained(self, folder: Path) -> NewProposer:
+        """Of a draft that was trained for this target."""
+        if not isinstance(self.target, Decoder):
+            raise ValueError(
+                f"{folder} holds a draft for a target that Paceline's own decoder runs, and this one is run by "
+                "transformers: use draft='ngram', or a draft model"
+            )
+        trained = load_draft(folder, self.target)
+        module, among = trained.module, None
+        if trained.ids is not None:
+            among = Among(self.target.vocab_size, trained.ids)
+        if isinstance(module, Heads):
+            return lambda slots, capacity: HeadsProposer(module, among)
+        if isinstance(module, FeatureDraft):
+            return lambda slots, capacity: FeatureProposer(module, among, slots=slots, capacity=capacity)
+        vocabulary = ReducedVocabulary(among or Among(self.target.vocab_size, np.arange(self.target.vocab_size)))
+        return lambda slots, capacity: DraftModelProposer(module, vocabulary, slots=slots, capacity=capacity)
 
 
 class _Job:

@@ -57,7 +57,7 @@ class _Cache(ctypes.Structure):
 
 
 class _Places(ctypes.Structure):
-    _fields_ = (("chunks", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("count", c_int32))
+    _fields_ = (*((name, c_void_p) for name in ("chunks", "cos", "sin", "inputs")), ("count", c_int32))
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
@@ -140,13 +140,16 @@ class Projection:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Attention:
-    """x + post_norm(output(softmax(q k) v)), each a projection of norm(x); `softcap` bounds the scores."""
+    """x + post_norm(output(softmax(q k) v)), each a projection of norm(x); `softcap` bounds the scores.
+
+    Without a norm, what q, k and v multiply is given with each pass (see `Places`).
+    """
 
     q: Projection
     k: Projection
     v: Projection
     output: Projection
-    norm: torch.Tensor
+    norm: torch.Tensor | None
     post_norm: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
@@ -185,7 +188,7 @@ class Places:
     """Where the rows of a pass belong, for the layers of one kind: one window and one rotation.
 
     `chunks`: (tokens, slot, first position) of each, one behind the other. `rotation`: cos and sin of each row,
-    [N, 1, D], the first half of sin negated.
+    [N, 1, D], the first half of sin negated. `inputs`: what q, k and v multiply, [N, inputs of q]; None: norm(x).
     """
 
     def __init__(
@@ -193,17 +196,21 @@ class Places:
         chunks: Sequence[tuple[int, int, int]],
         window: int | None,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        inputs_NI: torch.Tensor | None = None,
     ) -> None:
         array = (c_int32 * (4 * len(chunks)))(*(number for chunk in chunks for number in (*chunk, window or 0)))
         cos, sin = rotation or (None, None)
-        self._kept = (array, rotation)
-        self.struct = _Places(ctypes.addressof(array), _pointer(cos), _pointer(sin), len(chunks))
+        self._kept = (array, rotation, inputs_NI)
+        self.struct = _Places(ctypes.addressof(array), _pointer(cos), _pointer(sin), _pointer(inputs_NI), len(chunks))
 
 
 class Layers:
-    """All layers of a decoder; several run in one call. `kinds[i]` says which of a pass's places hold for layer i."""
+    """All layers of a decoder; several run in one call. `kinds[i]` says which of a pass's places hold for layer i.
+    `last_norm`: behind the last layer; None: there is none."""
 
-    def __init__(self, layers: Sequence[tuple[Attention, MLP]], kinds: Sequence[int], last_norm: torch.Tensor) -> None:
+    def __init__(
+        self, layers: Sequence[tuple[Attention, MLP]], kinds: Sequence[int], last_norm: torch.Tensor | None
+    ) -> None:
         self._kept = (layers, last_norm)
         self._last_norm = _pointer(last_norm)
         structs = [_layer(*layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
@@ -261,6 +268,6 @@ def _layer(a: Attention, m: MLP, kind: int) -> _Layer:
 
 def _scratch(a: Attention, m: MLP) -> int:
     """Numbers that a row needs between the products of a layer."""
-    hidden = a.q.matrix.inputs
+    hidden = a.output.matrix.outputs
     attention = 2 * hidden + 2 * a.q.matrix.outputs + a.k.matrix.outputs + a.v.matrix.outputs
     return max(attention, 2 * hidden + 2 * m.gate.matrix.outputs)

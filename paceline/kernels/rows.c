@@ -539,7 +539,7 @@ static void mlp(const MLP *m, float *x, long rows, float *scratch) {
 
 typedef struct {
     Matrix q, k, v, output;
-    const float *norm, *post_norm, *q_norm, *k_norm; /* all but the first may be null */
+    const float *norm, *post_norm, *q_norm, *k_norm; /* all may be null; the first where the inputs are given */
     float eps, scale, softcap;                       /* softcap 0: none */
     int32_t head_dim;
 } Attention;
@@ -726,20 +726,21 @@ static void attend(const Attention *a, const Cache *cache, long head_at, const f
 typedef struct {
     const Chunk *chunks;
     const float *cos, *sin;
+    const float *inputs; /* [rows, inputs of q]: what q, k and v multiply; null: norm(x) */
     int32_t count;
 } Places;
 
 /* x += post_norm(output(attention)), every chunk over its own slot, whose keys and values are written first. Threads may
  * leave before all of x is there. `scratch` holds rows * (2 hidden + 2 q + k + v) numbers. */
 static void attention(const Attention *a, const Cache *cache, const Places *places, float *x, long rows, float *scratch) {
-    const int hidden = a->q.inputs, size = a->head_dim, heads = a->q.outputs / size, kv_heads = a->k.outputs / size;
+    const int hidden = a->output.outputs, inputs = a->q.inputs, size = a->head_dim, heads = a->q.outputs / size, kv_heads = a->k.outputs / size;
     const int q_size = a->q.outputs, kv_size = a->k.outputs;
     float *after = scratch + rows * hidden, *q = after + rows * hidden, *mixed = q + rows * q_size;
     float *k = mixed + rows * q_size, *v = k + rows * kv_size;
-    const float *n = normed(x, a->norm, a->eps, hidden, rows, scratch);
-    product(&a->q, n, hidden, rows, (Result){q, 0, q_size});
-    product(&a->k, n, hidden, rows, (Result){k, 0, kv_size});
-    product(&a->v, n, hidden, rows, (Result){v, 0, kv_size});
+    const float *n = places->inputs ? places->inputs : normed(x, a->norm, a->eps, hidden, rows, scratch);
+    product(&a->q, n, inputs, rows, (Result){q, 0, q_size});
+    product(&a->k, n, inputs, rows, (Result){k, 0, kv_size});
+    product(&a->v, n, inputs, rows, (Result){v, 0, kv_size});
 #pragma omp barrier
     const Chunk *end = places->chunks + places->count;
     long row = 0;

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -79,6 +80,35 @@ class Slots:
         """Every layer has written these slots up to these lengths."""
         for slot, end in ends.items():
             self._lengths[slot] = end
+
+
+class Keeper(Protocol):
+    """What attention needs of a cache: somewhere to put a chunk's keys and values, and to get back all it sees."""
+
+    def extend(
+        self, layer: int, slot: int, start: int, begin: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class Unrolled:
+    """Keys and values of whole sequences, with their gradients, for training: nothing is ever written over.
+
+    A slot's passes follow each other: the second sees the keys of the first and its own, and so on. What a row may see
+    of them is what the mask says.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def extend(
+        self, layer: int, slot: int, start: int, begin: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = k_TKD.transpose(0, 1)[None], v_TKD.transpose(0, 1)[None]
+        if (layer, slot) in self._held:
+            before = self._held[layer, slot]
+            keys, values = torch.cat((before[0], keys), dim=2), torch.cat((before[1], values), dim=2)
+        self._held[layer, slot] = (keys, values)
+        return keys, values
 
 
 class KVCache(Slots):

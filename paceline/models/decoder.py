@@ -24,10 +24,10 @@ from torch import nn
 
 import paceline.kernels as kernels
 from paceline.kernels import Matrix
-from paceline.models.cache import KVCache
+from paceline.models.cache import Keeper, KVCache
 from paceline.models.config import ModelConfig
 from paceline.models.interface import Cache, Chunk, Scores
-from paceline.models.quant import Quantized
+from paceline.models.quant import Quantized, quantize
 from paceline.models.rope import Rotation, rotate, table
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -92,12 +92,15 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    """`inputs`: the width of what q, k and v multiply; None: the hidden size."""
+
+    def __init__(self, config: ModelConfig, inputs: int | None = None) -> None:
         super().__init__()
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = Linear(config.hidden_size, q_size, bias=config.qkv_bias)
-        self.k = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
-        self.v = Linear(config.hidden_size, kv_size, bias=config.qkv_bias)
+        inputs = inputs or config.hidden_size
+        self.q = Linear(inputs, q_size, bias=config.qkv_bias)
+        self.k = Linear(inputs, kv_size, bias=config.qkv_bias)
+        self.v = Linear(inputs, kv_size, bias=config.qkv_bias)
         self.output = Linear(q_size, config.hidden_size, bias=config.output_bias)
         self.q_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config.norm_eps) if config.qk_norm else None
@@ -106,13 +109,13 @@ class Attention(nn.Module):
         self.softcap = config.attention_softcap
 
     def forward(
-        self, x_NH: torch.Tensor, rotation: Rotation | None, reaches: Sequence[Reach], cache: KVCache, layer: int
+        self, x_NI: torch.Tensor, rotation: Rotation | None, reaches: Sequence[Reach], cache: Keeper, layer: int
     ) -> torch.Tensor:
-        n = x_NH.shape[0]
+        n = x_NI.shape[0]
         # The number of heads is what the projections give, so that a device may hold only some of them.
-        q_NQD = self.q(x_NH).view(n, -1, self.head_dim)
-        k_NKD = self.k(x_NH).view(n, -1, self.head_dim)
-        v_NKD = self.v(x_NH).view(n, -1, self.head_dim)
+        q_NQD = self.q(x_NI).view(n, -1, self.head_dim)
+        k_NKD = self.k(x_NI).view(n, -1, self.head_dim)
+        v_NKD = self.v(x_NI).view(n, -1, self.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q_NQD, k_NKD = self.q_norm(q_NQD), self.k_norm(k_NKD)
         if rotation is not None:
@@ -130,7 +133,7 @@ class Attention(nn.Module):
         q_TQD: torch.Tensor,
         k_TKD: torch.Tensor,
         v_TKD: torch.Tensor,
-        cache: KVCache,
+        cache: Keeper,
         layer: int,
     ) -> torch.Tensor:
         """One chunk over its own slot: [T, Q D]."""
@@ -175,25 +178,37 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. It does not know its own index: a cut of a decoder runs the same blocks at other indices."""
+    """One layer. It does not know its own index: a cut of a decoder runs the same blocks at other indices.
 
-    def __init__(self, config: ModelConfig) -> None:
+    With `inputs` (a width), what its q, k and v multiply comes with each pass and is no norm of x.
+    """
+
+    def __init__(self, config: ModelConfig, inputs: int | None = None) -> None:
         super().__init__()
 
         def norm() -> Norm:
             return Norm(config.hidden_size, config.norm_eps)
 
-        self.attention_norm = norm()
-        self.attention = Attention(config)
+        self.attention_norm = norm() if inputs is None else None
+        self.attention = Attention(config, inputs)
         self.attention_post_norm = norm() if config.post_norms else None
         self.mlp_norm = norm()
         self.mlp = MLP(config)
         self.mlp_post_norm = norm() if config.post_norms else None
 
     def forward(
-        self, x_NH: torch.Tensor, rotation: Rotation | None, reaches: Sequence[Reach], cache: KVCache, layer: int
+        self,
+        x_NH: torch.Tensor,
+        rotation: Rotation | None,
+        reaches: Sequence[Reach],
+        cache: Keeper,
+        layer: int,
+        inputs_NI: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        y_NH = self.attention(self.attention_norm(x_NH), rotation, reaches, cache, layer)
+        if inputs_NI is None:
+            assert self.attention_norm is not None
+            inputs_NI = self.attention_norm(x_NH)
+        y_NH = self.attention(inputs_NI, rotation, reaches, cache, layer)
         x_NH = x_NH + (y_NH if self.attention_post_norm is None else self.attention_post_norm(y_NH))
         y_NH = self.mlp(self.mlp_norm(x_NH))
         return x_NH + (y_NH if self.mlp_post_norm is None else self.mlp_post_norm(y_NH))
@@ -211,11 +226,11 @@ class Block(nn.Module):
             k=k,
             v=v,
             output=output,
-            norm=self.attention_norm.weight,
+            norm=_factors(self.attention_norm),
             post_norm=_factors(self.attention_post_norm),
             q_norm=_factors(a.q_norm),
             k_norm=_factors(a.k_norm),
-            eps=self.attention_norm.eps,
+            eps=self.mlp_norm.eps,
             scale=a.scale,
             softcap=a.softcap,
             head_dim=a.head_dim,
@@ -404,14 +419,26 @@ class Decoder(nn.Module):
             stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
             rows = [row for stop, count in zip(stops, outputs, strict=True) for row in range(stop - count, stop)]
             x_NH = x_NH[torch.tensor(rows, dtype=torch.long, device=self.device)]
-        logits_OV = (self.embedding.head(x_NH) if self.head is None else self.head(x_NH)).float()
-        if self.config.logit_softcap is not None:
-            logits_OV = self.config.logit_softcap * torch.tanh(logits_OV / self.config.logit_softcap)
+        logits_OV = self.logits(x_NH)
         cache.commit(ends)
         return Scores(
             logits=list(logits_OV.split(outputs)),
             features=[] if features_NFH is None else list(features_NFH.split(sizes)),
         )
+
+    def head_rows(self, ids_D: torch.Tensor) -> torch.Tensor:
+        """[D, H] float32: the rows of the head for these tokens."""
+        matrix = self.embedding if self.head is None else self.head
+        if matrix.packed is not None:
+            return kernels.rows(matrix.packed, ids_D)
+        return matrix.weight[ids_D].float()
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, V] float32: the head alone, of hidden states behind the last norm."""
+        logits_NV = (self.embedding.head(hidden_NH) if self.head is None else self.head(hidden_NH)).float()
+        if self.config.logit_softcap is not None:
+            logits_NV = self.config.logit_softcap * torch.tanh(logits_NV / self.config.logit_softcap)
+        return logits_NV
 
     def _runner(
         self, chunks: Sequence[Chunk], starts: Sequence[int], cache: KVCache
@@ -426,7 +453,8 @@ class Decoder(nn.Module):
             places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
             kinds = [kernels.Places(places, k.window, r) for k, r in zip(self._distinct, rotations, strict=True)]
             return lambda first, last, x_NH: native(first, last, x_NH, kinds, cache.native)
-        reaches = [self._reaches(kind.window, chunks, starts) for kind in self._distinct]
+        group = self.config.num_heads // self.config.num_kv_heads
+        reaches = [reaches_of(chunks, starts, kind.window, group, self.dtype, self.device) for kind in self._distinct]
 
         def run(first: int, last: int, x_NH: torch.Tensor) -> torch.Tensor:
             for index in range(first, last):
@@ -443,25 +471,41 @@ class Decoder(nn.Module):
         layers = [layer for block in blocks if (layer := block.for_kernels()) is not None]
         return kernels.Layers(layers, self._kinds, self.norm.weight) if len(layers) == len(self._kinds) else None
 
-    def _reaches(self, window: int | None, chunks: Sequence[Chunk], starts: Sequence[int]) -> list[Reach]:
-        group = self.config.num_heads // self.config.num_kv_heads
-        reaches = []
-        for chunk, start in zip(chunks, starts, strict=True):
-            tokens = len(chunk.tokens)
-            begin = 0 if window is None else max(0, start + 1 - window)
-            mask = None
-            if tokens > 1:
-                asking_T1 = torch.arange(start, start + tokens, device=self.device)[:, None]
-                asked_L = torch.arange(begin, start + tokens, device=self.device)
-                hidden_TL = asked_L > asking_T1
-                if window is not None:
-                    hidden_TL |= asked_L <= asking_T1 - window
-                mask = torch.zeros(hidden_TL.shape, dtype=self.dtype, device=self.device)
-                mask.masked_fill_(hidden_TL, -math.inf)
-                if tokens <= FEW_ROWS:
-                    mask = mask.repeat(group, 1)
-            reaches.append(Reach(tokens=tokens, slot=chunk.slot, start=start, begin=begin, mask=mask))
-        return reaches
+
+def reaches_of(
+    chunks: Sequence[Chunk],
+    starts: Sequence[int],
+    window: int | None,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> list[Reach]:
+    """Of each chunk, where each token sees what came before it, no further back than the window reaches."""
+    reaches = []
+    for chunk, start in zip(chunks, starts, strict=True):
+        tokens = len(chunk.tokens)
+        begin = 0 if window is None else max(0, start + 1 - window)
+        mask = None
+        if tokens > 1:
+            asking_T1 = torch.arange(start, start + tokens, device=device)[:, None]
+            asked_L = torch.arange(begin, start + tokens, device=device)
+            hidden_TL = asked_L > asking_T1
+            if window is not None:
+                hidden_TL |= asked_L <= asking_T1 - window
+            mask = torch.zeros(hidden_TL.shape, dtype=dtype, device=device)
+            mask.masked_fill_(hidden_TL, -math.inf)
+            if tokens <= FEW_ROWS:
+                mask = mask.repeat(group, 1)
+        reaches.append(Reach(tokens=tokens, slot=chunk.slot, start=start, begin=begin, mask=mask))
+    return reaches
+
+
+def pack(module: nn.Module) -> None:
+    """Hold every matrix of `module` that fits in Q8_0 blocks for the CPU kernels, in place."""
+    for linear in module.modules():
+        if isinstance(linear, Linear) and linear.packed is None and Matrix.fits(linear.in_features):
+            linear.packed = _packed(quantize(linear.weight.detach()), None)
+            linear.register_parameter("weight", None)
 
 
 def _packed(tensor: torch.Tensor | Quantized, dtype: torch.dtype | None) -> Matrix:

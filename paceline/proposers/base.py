@@ -1,4 +1,5 @@
-"""What every proposer implements. It sees committed tokens and a sampler; it never sees the target's model.
+"""What every proposer implements. It sees committed tokens, a sampler and, where it asks for them, the target's hidden
+states at these tokens; it never sees the target's model.
 
 A proposer serves the sequences of one run, told apart by their slots. It may always propose fewer tokens than asked
 for, none included, as long as it decides so before the tokens in question are sampled: dropping a sampled token
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from paceline.sampling.draft import Draft
 from paceline.sampling.sampler import Sampler
@@ -28,6 +31,11 @@ class Request:
 
 
 class Proposer(Protocol):
+    @property
+    def features(self) -> tuple[int, ...]:
+        """Hidden states that every pass of the target shall capture, by the indices of `LanguageModel`; () for none."""
+        ...
+
     def begin(self, slot: int) -> None:
         """A new sequence enters this slot; whatever the slot held before is gone."""
         ...
@@ -36,13 +44,19 @@ class Proposer(Protocol):
         """A draft for each request, its `probs` the distributions its tokens were drawn from."""
         ...
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
-        """A round ended: `tokens` are all committed tokens now. Forget everything drafted that is not among them."""
+    def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
+        """A round ended: `tokens` are all committed tokens now. Forget everything drafted that is not among them.
+
+        `features_TFH`: the hidden states that were asked for, at the T committed tokens that this pass of the target
+        read for the first time. They follow those of the rounds before; the last token of all has none yet.
+        """
         ...
 
 
 class NoProposer:
     """Plain decoding: never proposes anything."""
+
+    features: tuple[int, ...] = ()
 
     def begin(self, slot: int) -> None:
         pass
@@ -50,5 +64,5 @@ class NoProposer:
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         return [Draft() for _ in requests]
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
         pass

@@ -13,7 +13,7 @@ import torch
 
 from paceline.models.interface import Chunk, LanguageModel
 from paceline.proposers.base import Request
-from paceline.proposers.vocabulary import VocabularyMap
+from paceline.proposers.vocabulary import Vocabulary
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
 
@@ -64,7 +64,9 @@ class DraftModelProposer:
     A sequence longer than the draft's own context gets no draft, and shorter drafts close to that limit.
     """
 
-    def __init__(self, model: LanguageModel, vocabulary: VocabularyMap, *, slots: int, capacity: int) -> None:
+    features: tuple[int, ...] = ()
+
+    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, *, slots: int, capacity: int) -> None:
         self.model, self.vocabulary = model, vocabulary
         # Respelled tokens may take several of the draft's positions each.
         room = capacity if vocabulary.identical else 2 * capacity
@@ -74,7 +76,7 @@ class DraftModelProposer:
     def begin(self, slot: int) -> None:
         self._cache.truncate(slot, self._slots[slot].cut(0))
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
         held = self._slots[slot]
         # The last committed token is read anew, so that there is always something to predict from.
         most = min(len(held.tokens), len(tokens) - 1)

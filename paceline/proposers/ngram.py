@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from paceline.proposers.base import Request
 from paceline.sampling.draft import Draft
 
@@ -28,6 +30,8 @@ class NgramProposer:
     `vocab_size` is the target's; at most `candidates` occurrences are compared, the latest ones.
     """
 
+    features: tuple[int, ...] = ()
+
     def __init__(self, vocab_size: int, *, shortest: int = 3, longest: int = 16, candidates: int = 64) -> None:
         self.vocab_size = vocab_size
         self.shortest, self.longest, self.candidates = shortest, longest, candidates
@@ -36,7 +40,7 @@ class NgramProposer:
     def begin(self, slot: int) -> None:
         self._indices[slot] = _Index()
 
-    def observe(self, slot: int, tokens: Sequence[int]) -> None:
+    def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
         """Committed tokens never change, so the index only grows: nothing drafted ever enters it."""
         index, n = self._indices[slot], self.shortest
         # The suffix itself must not be found: its own end is indexed once a token follows it.

@@ -10,14 +10,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
+
+from paceline.sampling.distribution import Among
 
 Token = tuple[bool, bytes]
 """A token by what it stands for: whether it is a special token, and its bytes."""
 
 SMALLEST_SHARE = 0.05
 """An intersection below this part of the target's vocabulary is refused: hardly anything could be proposed."""
+
+
+class Vocabulary(Protocol):
+    """What a proposer needs to know of a draft model's tokens."""
+
+    identical: bool
+    """Every token of the target is one of the draft's."""
+
+    def spell(self, token: int) -> tuple[int, ...]: ...
+
+    def to_target(self, logits_TD: torch.Tensor) -> torch.Tensor: ...
 
 
 class VocabularyMap:
@@ -79,3 +93,18 @@ class VocabularyMap:
         logits_TV = logits_TD.new_full((logits_TD.shape[0], self.target_size), -math.inf)
         logits_TV[:, self._target_ids] = logits_TD[:, self._draft_ids]
         return logits_TV
+
+
+class ReducedVocabulary:
+    """A draft over some of the target's own tokens: it reads all of them, and proposes these."""
+
+    identical = True
+
+    def __init__(self, among: Among) -> None:
+        self.among = among
+
+    def spell(self, token: int) -> tuple[int, ...]:
+        return (token,)
+
+    def to_target(self, logits_TD: torch.Tensor) -> torch.Tensor:
+        return self.among.spread(logits_TD)

@@ -76,6 +76,24 @@ class Distribution:
         return np.where(self.ids[places] == ids, self.probs[places], 0)
 
 
+@dataclass(frozen=True, eq=False)
+class Among:
+    """Some tokens of a vocabulary of `size`: `ids` [D], which ascend."""
+
+    size: int
+    ids: Ids
+
+    def lift(self, some: Distribution) -> Distribution:
+        """A distribution over D columns as one over the vocabulary."""
+        return Distribution(self.size, some.probs, self.ids if some.ids is None else self.ids[some.ids])
+
+    def spread(self, logits_TD: torch.Tensor) -> torch.Tensor:
+        """[T, V] with -inf where a token is not among them."""
+        logits_TV = logits_TD.new_full((logits_TD.shape[0], self.size), -math.inf)
+        logits_TV[:, torch.from_numpy(self.ids)] = logits_TD
+        return logits_TV
+
+
 def distributions(
     logits_TV: torch.Tensor,
     params: SamplingParams,
@@ -84,13 +102,22 @@ def distributions(
     output: Sequence[int] = (),
     drafted: Sequence[int] = (),
     end_ids: Collection[int] = (),
+    among: Among | None = None,
 ) -> list[Distribution]:
     """One for each row; that of row t is for the token after prompt + output + drafted[:t], with T - 1 drafted tokens.
+
+    `among`: the logits are those of these tokens alone, [T, D], and no other has any probability.
 
     `end_ids` are the tokens that end this request (`min_tokens` forbids them early). Computes in the logits' own
     precision, float32 at least; the logits are left as they are. Raises ValueError where the model's logits hold NaN
     or infinity, or where the parameters leave no token at all.
     """
+    if among is not None:
+        # What a parameter says of single tokens is said by their ids.
+        if params.logit_bias or params.penalises or (params.min_tokens > len(output) and end_ids):
+            logits_TV = among.spread(logits_TV)
+        else:
+            return [among.lift(each) for each in distributions(logits_TV, params, drafted=drafted)]
     rows, size = logits_TV.shape
     assert len(drafted) == rows - 1, f"{rows} rows need {rows - 1} drafted tokens, not {len(drafted)}"
     logits_TV = logits_TV.detach().cpu()

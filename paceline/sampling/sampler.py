@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.sampling import block, coupled, rejection
-from paceline.sampling.distribution import Distribution, distributions
+from paceline.sampling.distribution import Among, Distribution, distributions
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
@@ -46,9 +46,17 @@ class Sampler:
     """Tokens that end the request: end-of-sequence tokens (unless ignored) and `stop_token_ids`."""
 
     def distributions(
-        self, logits_TV: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = ()
+        self,
+        logits_TV: torch.Tensor,
+        tokens: Sequence[int],
+        drafted: Sequence[int] = (),
+        *,
+        among: Among | None = None,
     ) -> list[Distribution]:
-        """One for each row: that of the token behind the committed `tokens` (prompt and output) and drafted[:t]."""
+        """One for each row: that of the token behind the committed `tokens` (prompt and output) and drafted[:t].
+
+        `among`: the logits are those of these tokens alone.
+        """
         # Long lists are copied only where a parameter looks at them.
         looks_back = self.params.penalises or self.params.min_tokens > 0
         return distributions(
@@ -58,6 +66,7 @@ class Sampler:
             output=tokens[self.prompt_length :] if looks_back else (),
             drafted=drafted,
             end_ids=self.end_ids,
+            among=among,
         )
 
     def propose(self, q: Distribution, position: int, anchor: int) -> int:

@@ -1,0 +1,200 @@
+"""Drafts that read the target's hidden states: one decoder layer between these and the target's own head.
+
+A draft stands behind position t with what it is given there, g_t, and with the token t + 1, and tells the token t + 2.
+For committed positions g comes from the target's hidden states; further on it is the draft's own hidden state, so that
+it can go on drafting alone (EAGLE, Li et al. 2024, arXiv 2401.15077; EAGLE-3, Li et al. 2025, arXiv 2503.01840).
+
+Embedding and head are the target's; they are not part of a draft's state dict. Knows no sampling, and not how a draft
+is trained.
+
+Shapes: N tokens of a pass, F features, H hidden size, I inputs of attention, C chunks, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+import paceline.kernels as kernels
+from paceline.models.cache import Keeper, KVCache
+from paceline.models.config import Layer, ModelConfig
+from paceline.models.decoder import Block, Embedding, Linear, Norm, Reach, reaches_of
+from paceline.models.interface import Chunk
+from paceline.models.rope import Rotation, table
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""[N, H] -> [N, D], by rows of the target's own head."""
+
+
+def plain_layer(config: ModelConfig) -> ModelConfig:
+    """One layer of the target's sizes in Llama's form, which is what other engines load drafts as."""
+    return ModelConfig(
+        architecture="llama",
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        layers=(Layer(rope=next((layer.rope for layer in reversed(config.layers) if layer.rope), None)),),
+        context=config.context,
+        norm_eps=config.norm_eps,
+        embedding_scale=config.embedding_scale,
+        logit_softcap=config.logit_softcap,
+    )
+
+
+class FeatureDraft(nn.Module):
+    """What both layouts have in common; each says how features become g, and what its layer reads."""
+
+    block: Block
+    features: tuple[int, ...]
+    """Which hidden states of the target it reads, by the indices of `LanguageModel`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._of_target: tuple[Embedding, Head] | None = None
+
+    def attach(self, embedding: Embedding, head: Head) -> None:
+        """Take over the target's embedding, and a head over the draft vocabulary."""
+        self._of_target = (embedding, head)  # a tuple, so that they are no submodules
+
+    def project(self, features_NFH: torch.Tensor) -> torch.Tensor:
+        """[N, H] what the draft is given at positions that the target has read."""
+        raise NotImplementedError
+
+    def read(self, embedded_NH: torch.Tensor, given_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(x [N, H], inputs [N, I]): what the layer adds to, and what its q, k and v multiply."""
+        raise NotImplementedError
+
+    def last(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, H] what the head multiplies."""
+        raise NotImplementedError
+
+    def embed(self, tokens_N: torch.Tensor) -> torch.Tensor:
+        assert self._of_target is not None
+        return self._of_target[0](tokens_N) * self.config.embedding_scale
+
+    def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        """[N, D]"""
+        assert self._of_target is not None
+        logits_ND = self._of_target[1](self.last(hidden_NH)).float()
+        cap = self.config.logit_softcap
+        return logits_ND if cap is None else cap * torch.tanh(logits_ND / cap)
+
+    def layer(
+        self,
+        tokens_N: torch.Tensor,
+        given_NH: torch.Tensor,
+        rotation: Rotation | None,
+        reaches: Sequence[Reach],
+        cache: Keeper,
+    ) -> torch.Tensor:
+        """[N, H] hidden states, in plain torch: the readable twin of what the kernels do, and what training runs."""
+        x_NH, inputs_NI = self.read(self.embed(tokens_N), given_NH)
+        return self.block(x_NH, rotation, reaches, cache, 0, inputs_NI)
+
+    def new_cache(self, slots: int, capacity: int) -> KVCache:
+        return KVCache(
+            layers=1,
+            slots=slots,
+            kv_heads=self.config.num_kv_heads,
+            capacity=capacity,
+            head_dim=self.config.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.block.mlp_norm.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        weight = self.block.mlp.gate.weight
+        return torch.float32 if weight is None else weight.dtype
+
+    def rotation(self, spans: Sequence[tuple[int, int]]) -> Rotation | None:
+        rope = self.config.layers[0].rope
+        return None if rope is None else table(rope, self.config.head_dim, self.dtype, self.device).at(spans)
+
+    def forward(
+        self, chunks: Sequence[Chunk], given_NH: torch.Tensor, cache: KVCache
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [C, D], hidden [C, H]) at the last token of each chunk; the chunks are appended to the cache.
+
+        The tokens of a chunk are those behind the positions it takes: position t has token t + 1, and `given_NH` there.
+        """
+        starts, ends = cache.place(chunks, self.config.vocab_size)
+        spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
+        tokens_N = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
+        rotation = self.rotation(spans)
+        if (native := self._native) is not None:
+            x_NH, inputs_NI = self.read(self.embed(tokens_N), given_NH)
+            places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
+            held = kernels.Places(places, None, rotation, inputs_NI.contiguous())
+            hidden_NH = native(0, 1, x_NH, [held], cache.native)
+        else:
+            group = self.config.num_heads // self.config.num_kv_heads
+            reaches = reaches_of(chunks, starts, None, group, self.dtype, self.device)
+            hidden_NH = self.layer(tokens_N, given_NH, rotation, reaches, cache)
+        cache.commit(ends)
+        if len(chunks) < len(tokens_N):
+            stops = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
+            hidden_NH = hidden_NH[stops.to(self.device)]
+        return self.logits(hidden_NH), hidden_NH
+
+    @functools.cached_property
+    def _native(self) -> kernels.Layers | None:
+        """The layer as the kernels run it, if they can."""
+        layer = self.block.for_kernels()
+        return None if layer is None else kernels.Layers([layer], [0], None)
+
+
+class Eagle1(FeatureDraft):
+    """g is the target's last hidden state, and the layer's output has to be like it: the target's head reads both."""
+
+    def __init__(self, config: ModelConfig, features: Sequence[int]) -> None:
+        super().__init__(config)
+        assert len(features) == 1
+        self.features = tuple(features)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.block = Block(config, inputs=config.hidden_size)
+
+    def project(self, features_NFH: torch.Tensor) -> torch.Tensor:
+        return features_NFH[:, 0]
+
+    def read(self, embedded_NH: torch.Tensor, given_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x_NH = self.fc(torch.cat((embedded_NH, given_NH), dim=-1))
+        return x_NH, x_NH
+
+    def last(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return hidden_NH
+
+
+class Eagle3(FeatureDraft):
+    """g is mixed from several hidden states; the layer adds to it and reads it beside the token, each normed."""
+
+    def __init__(self, config: ModelConfig, features: Sequence[int]) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.features = tuple(features)
+        self.fc = Linear(len(self.features) * hidden, hidden, bias=False)
+        self.embedding_norm = Norm(hidden, config.norm_eps)
+        self.given_norm = Norm(hidden, config.norm_eps)
+        self.block = Block(config, inputs=2 * hidden)
+        self.norm = Norm(hidden, config.norm_eps)
+
+    def project(self, features_NFH: torch.Tensor) -> torch.Tensor:
+        return self.fc(features_NFH.flatten(1))
+
+    def read(self, embedded_NH: torch.Tensor, given_NH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return given_NH, torch.cat((self.embedding_norm(embedded_NH), self.given_norm(given_NH)), dim=-1)
+
+    def last(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return self.norm(hidden_NH)

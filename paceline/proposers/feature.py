@@ -1,0 +1,100 @@
+"""Drafting from the target's hidden states, with a layer of its own (models/feature.py).
+
+A slot's cache holds positions that were read with the target's hidden states, then those of the present draft, which
+went on with the draft's own; the latter never outlive a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.models.feature import FeatureDraft
+from paceline.models.interface import Chunk
+from paceline.proposers.base import Request
+from paceline.sampling.distribution import Among, Distribution
+from paceline.sampling.draft import Draft
+
+READ_CHUNK = 512
+"""Positions of a long prompt that are read in one pass."""
+
+
+@dataclass
+class _Slot:
+    read: int = 0
+    """Positions that the cache holds with the target's hidden states."""
+    unread: list[torch.Tensor] = field(default_factory=list)
+    """The target's hidden states of the positions behind them, [T, F, H] each."""
+
+
+@dataclass
+class _Drafting:
+    """One request while its draft grows."""
+
+    request: Request
+    k: int
+    history: list[int]
+    """Committed tokens, and what has been drafted behind them."""
+    probs: list[Distribution] = field(default_factory=list)
+
+
+class FeatureProposer:
+    """Drafts with `model` for `slots` sequences of at most `capacity` tokens each. `among`: the draft vocabulary."""
+
+    def __init__(self, model: FeatureDraft, among: Among | None, *, slots: int, capacity: int) -> None:
+        self.model, self.among, self.features = model, among, model.features
+        self._cache = model.new_cache(slots, min(capacity, model.config.context))
+        self._slots = [_Slot() for _ in range(slots)]
+
+    def begin(self, slot: int) -> None:
+        self._slots[slot] = _Slot()
+        self._cache.truncate(slot, 0)
+
+    def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
+        assert features_TFH is not None
+        held = self._slots[slot]
+        self._cache.truncate(slot, held.read)
+        held.unread.append(features_TFH)
+
+    def propose(self, requests: Sequence[Request]) -> list[Draft]:
+        # The last token that is drafted is never read: k tokens fill k - 1 positions behind the committed ones.
+        growing = [_Drafting(r, min(r.k, self._cache.capacity - len(r.tokens) + 2), list(r.tokens)) for r in requests]
+        drafting = [g for g in growing if g.k > 0]
+        if drafting:
+            chunks, given_NH = self._read(drafting)
+            step = 0
+            while chunks:
+                logits_CD, hidden_CH = self.model(chunks, given_NH, self._cache)
+                for g, logits_D in zip(drafting, logits_CD, strict=True):
+                    self._grow(g, logits_D[None])
+                step += 1
+                going_on = [n for n, g in enumerate(drafting) if g.k > step]
+                given_NH = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
+                drafting = [drafting[n] for n in going_on]
+                chunks = [Chunk(g.request.slot, g.history[-1:]) for g in drafting]
+        return [Draft(tuple(g.history[len(g.request.tokens) :]), tuple(g.probs)) for g in growing]
+
+    def _read(self, drafting: Sequence[_Drafting]) -> tuple[list[Chunk], torch.Tensor]:
+        """What the first step of each draft reads: all that was committed since the last one, but for long prompts."""
+        chunks, given = [], []
+        for g in drafting:
+            slot, held = g.request.slot, self._slots[g.request.slot]
+            # Behind position t stands the token t + 1, so the last position that can be read is the last but one.
+            tokens = g.request.tokens[held.read + 1 :]
+            given_TH = self.model.project(torch.cat(held.unread))
+            assert len(tokens) == len(given_TH), (len(tokens), len(given_TH))
+            held.read, held.unread = len(g.request.tokens) - 1, []
+            while len(tokens) > READ_CHUNK:
+                self.model([Chunk(slot, tokens[:READ_CHUNK])], given_TH[:READ_CHUNK], self._cache)
+                tokens, given_TH = tokens[READ_CHUNK:], given_TH[READ_CHUNK:]
+            chunks.append(Chunk(slot, tokens))
+            given.append(given_TH)
+        return chunks, given[0] if len(given) == 1 else torch.cat(given)
+
+    def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> None:
+        sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
+        (q,) = sampler.distributions(logits_1D, g.history, among=self.among)
+        g.probs.append(q)
+        g.history.append(sampler.propose(q, position, anchor))
