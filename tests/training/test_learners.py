@@ -171,7 +171,7 @@ def test_a_saved_draft_says_what_the_learner_says(
             found = drafted(kind, loaded.module, data, text, read, 2)
             # bfloat16 on disk, and Q8_0 where the kernels run it.
             for f, e in zip(found, expected, strict=True):
-                assert (f - e).norm() < 0.05 * e.norm()
+                assert (f - e).norm() < 0.1 * e.norm()
 
 
 def test_subsets_have_as_many_layers_as_asked_for_each_once() -> None:
