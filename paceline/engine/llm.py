@@ -263,7 +263,7 @@ class LLM:
         if not isinstance(draft, (str, Path)):
             how = _How()  # it is as it is
         if isinstance(draft, (str, Path)) and is_draft(Path(draft)):
-            return self._trained(Path(draft))
+            return self.new_proposer(Path(draft))
         device = str(self.target.device)
         drafting = _loaded(draft, draft_tokenizer or self.tokenizer, replace(how, device=device))
         vocabulary = VocabularyMap(
@@ -278,8 +278,8 @@ class LLM:
             self.notes = (*self.notes, f"the draft can propose {vocabulary.share:.0%} of the target's tokens")
         return lambda slots, capacity: DraftModelProposer(drafting.model, vocabulary, slots=slots, capacity=capacity)
 
-    def _trained(self, folder: Path) -> NewProposer:
-        """Of a draft that was trained for this target."""
+    def new_proposer(self, folder: Path) -> NewProposer:
+        """Of the draft in a folder that `paceline train` made for this target. Raises ValueError for any other."""
         if not isinstance(self.target, Decoder):
             raise ValueError(
                 f"{folder} holds a draft for a target that Paceline's own decoder runs, and this one is run by "
