@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `pull` and `info`.
+"""The command line: `paceline generate`, `chat`, `train`, `pull` and `info`.
 
 Turns arguments into calls of the package and errors into one line; `terminal` shows. Imports nothing heavy: a command
 brings in what it needs when it runs, so that `paceline --help` answers at once.
@@ -29,7 +29,9 @@ from paceline.options import (
     ModelOptions,
     ShowDraftOption,
     SystemOption,
+    TrainingOptions,
     flattened,
+    size,
 )
 
 if TYPE_CHECKING:
@@ -183,6 +185,29 @@ def chat(
     params = sampling.params()
     conversation = Conversation(model.load(), params, Screen(show_draft=show_draft), _system(system))
     conversation.run()
+
+
+@command
+def train(
+    target: Annotated[str, typer.Argument(help="Named as --model for generate.", show_default=False)],
+    *,
+    prompts: Annotated[
+        Path,
+        typer.Option(help='One {"prompt": ...} a line, answered by the target; or {"text": ...}, read as it is.'),
+    ],
+    out: Annotated[Path, typer.Option(help="A folder for the draft and all that is needed to go on.")],
+    training: TrainingOptions,
+) -> None:
+    """Make a draft for a model out of its own answers.
+
+    Ctrl-C keeps what is done, and the same command goes on. `torchrun --nproc-per-node N -m paceline train ...` uses N
+    devices.
+    """
+    from paceline.terminal import note
+    from paceline.training.command import train as make_draft
+
+    asked = vars(training) | {"cache_features": size(training.cache_features)}
+    make_draft(target, prompts, out, **asked, say=note)
 
 
 @command

@@ -6,6 +6,7 @@ Says what can be asked for and turns it into the package's own objects; knows no
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -50,10 +51,19 @@ def flattened(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in(panel: str) -> Callable[..., Any]:
-    return lambda help, *names: typer.Option(*names, help=help, rich_help_panel=panel)
+    return lambda help, *names, **more: typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
 _model, _sampling, _output = _in("Model"), _in("Sampling"), _in("Output")
+_draft, _answers, _training, _measured = _in("Draft"), _in("Answers"), _in("Training"), _in("Evaluation")
+
+
+def size(text: str) -> int:
+    """Bytes. Raises ValueError for a text that is no size."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) *([kKMGT]?)B?", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is no size: write 4GB, 500MB or 0")
+    return int(float(found[1]) * 1000 ** " kMGT".index(found[2].replace("K", "k") or " "))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +144,49 @@ class CompletionOptions(SamplingOptions):
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(SamplingOptions):
     max_tokens: Annotated[int, _sampling("Longest answer.")] = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """What `training.command.train` is asked for."""
+
+    kind: Annotated[
+        Literal["eagle3", "eagle1", "heads", "shallow"],
+        _draft("One layer that reads the target's hidden states; heads on the last; or a few of its layers."),
+    ] = "eagle3"
+    draft_vocab: Annotated[
+        int, _draft("Tokens the draft can propose, the most frequent of the answers; 0 is all of them.")
+    ] = 8192
+    layers: Annotated[int, _draft("Of a shallow draft.")] = 4
+    heads: Annotated[int, _draft("Of a heads draft.")] = 4
+    answer_temperature: Annotated[
+        list[float] | None,
+        _answers("The target answers at this; several take turns, prompt by prompt.", show_default="0 and 0.8"),
+    ] = None
+    max_tokens: Annotated[int, _answers("Longest answer.")] = 256
+    cache_features: Annotated[
+        str, _answers("Keep up to this much of the target's hidden states on disk, such as 4GB.", metavar="SIZE")
+    ] = "0"
+    steps: Annotated[int | None, _training("Train for so many optimiser steps")] = None
+    tokens: Annotated[int | None, _training("or for so many tokens")] = None
+    epochs: Annotated[
+        float | None, _training("or read the answers so many times.", show_default="3, without the others")
+    ] = None
+    loss: Annotated[
+        Literal["forward-kl", "total-variation", "lk-alpha", "lk-lambda"], _training("What is made small.")
+    ] = "forward-kl"
+    lr: Annotated[float | None, _training("Highest learning rate.", show_default="by kind")] = None
+    unroll: Annotated[int, _training("Steps of drafting that are trained together.")] = 3
+    tokens_per_batch: Annotated[int, _training("Of one batch, about.")] = 2048
+    batches_per_step: Annotated[int, _training("Batches of one optimiser step, over all processes.")] = 1
+    gradient_checkpointing: Annotated[bool, _training("Less memory, more computing.", "--gradient-checkpointing")] = (
+        False
+    )
+    seed: Annotated[int, _training("Of answers, beginning and order.")] = 0
+    temperature: Annotated[float, _measured("Measure acceptance as if serving at this.")] = 0.0
+    top_p: Annotated[float, _measured("And at this.")] = 1.0
+    device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
+    threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 
 
 SystemOption = Annotated[str | None, typer.Option(help="The system message, ahead of the conversation.")]

@@ -124,6 +124,9 @@ SAMPLING = (
 FROZEN = {
     "generate": f"prompts --file --chat --raw --system {MODEL} {SAMPLING} --n --logprobs --show-draft --json --compare",
     "chat": f"--system {MODEL} {SAMPLING} --show-draft",
+    "train": "target --prompts --out --kind --draft-vocab --layers --heads --answer-temperature --max-tokens"
+    " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
+    " --gradient-checkpointing --seed --temperature --top-p --device --threads",
     "pull": "name",
     "info": "model --draft --json",
 }
@@ -148,7 +151,7 @@ def test_defaults_are_those_of_the_package() -> None:
         assert field.name == "model" or field.default == signature[field.name].default, field.name
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "train -h", "--version"])
 def test_help_imports_nothing_heavy(arguments: str) -> None:
     code = (
         "import sys, atexit; from paceline.cli import main; sys.argv[0] = 'paceline';"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paceline.sampling.distribution import Distribution, distributions
+from paceline.sampling.distribution import Among, Distribution, distributions
 from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def evaluate(
     if params.penalises or params.min_tokens:
         raise ValueError("penalties and min_tokens depend on the text so far: evaluate a draft without them")
     both = (params, replace(params, temperature=0.0))
-    ids_D = None if learner.ids_D is None else learner.ids_D.cpu().numpy()
+    among: Among | None = None
     sums_J3 = torch.zeros(steps, 3, dtype=torch.float64)
     for batch in batches:
         trained = batch.trained_N.nonzero()[:, 0]
@@ -101,24 +101,21 @@ def evaluate(
             logits_RV = target_logits(batch.hidden_NH[part])
             for kept, wanted in zip(p_PN, both, strict=True):
                 kept.update(zip(part.tolist(), _rows(logits_RV, wanted), strict=True))
-        size = logits_RV.shape[-1] if len(trained) else 0
+            among = None if learner.ids_D is None else Among(logits_RV.shape[-1], learner.ids_D.cpu().numpy())
         for j, (logits_RD, rows_R) in enumerate(learner.unroll(batch, steps)):
             for column, (kept, wanted) in enumerate(zip(p_PN, both, strict=True)):
                 for logits, part in zip(logits_RD.split(ROWS), rows_R.split(ROWS), strict=True):
-                    q_R = (_over_target(q, ids_D, size) for q in _rows(logits, wanted))
+                    q_R = _rows(logits, wanted, among)
                     sums_J3[j, column] += math.fsum(_alpha(kept[n], q) for n, q in zip(part.tolist(), q_R, strict=True))
             sums_J3[j, 2] += len(rows_R)
     return sums_J3
 
 
-def _rows(logits_RV: torch.Tensor, params: SamplingParams) -> list[Distribution]:
+def _rows(logits_RV: torch.Tensor, params: SamplingParams, among: Among | None = None) -> list[Distribution]:
+    if not len(logits_RV):
+        return []
     # Nothing looks at the tokens between rows here: any will do.
-    return distributions(logits_RV, params, drafted=[0] * (len(logits_RV) - 1)) if len(logits_RV) else []
-
-
-def _over_target(q: Distribution, ids_D: np.ndarray | None, size: int) -> Distribution:
-    """A distribution over the draft's vocabulary as one over the target's."""
-    return q if ids_D is None else Distribution(size, q.probs, ids_D if q.ids is None else ids_D[q.ids])
+    return distributions(logits_RV, params, drafted=[0] * (len(logits_RV) - 1), among=among)
 
 
 def _alpha(p: Distribution, q: Distribution) -> float:

@@ -33,6 +33,8 @@ class Recipe:
     batches_per_step: int = 1
     """Over all ranks: each accumulates its part of them."""
     seed: int = 0
+    gradient_checkpointing: bool = False
+    """Compute MLPs again on the way back instead of keeping what is inside them: less memory, the same gradients."""
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.tokens is None):

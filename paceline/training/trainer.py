@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.utils.checkpoint import checkpoint
 
+from paceline.models.decoder import MLP
 from paceline.training.losses import LOSSES, Loss
 from paceline.training.recipes import Recipe
 from paceline.training.world import World
@@ -85,6 +88,7 @@ class Trainer:
 
     evaluate: gives the sums of `evaluation.evaluate` over this rank's held-out batches, early where it is told to stop.
     saved: called on rank 0 whenever the draft was evaluated, to keep the draft as it is.
+    softcap: of the target's logits, where it has one (`ModelConfig.logit_softcap`).
     origin: what else the run depends on, as JSON; kept with the recipe, and compared when going on.
 
     Raises ValueError where the checkpoint is of another recipe, and where the loss is no longer finite.
@@ -101,12 +105,13 @@ class Trainer:
         saved: Callable[[], None],
         observer: Observer | None = None,
         world: World | None = None,
+        softcap: float | None = None,
         origin: Mapping[str, Any] | None = None,
     ) -> None:
         self.learner, self.source, self.recipe, self.folder = learner, source, recipe, folder
         self.world = world or World()
         self.counters = Counters()
-        self._evaluate, self._saved, self._observer = evaluate, saved, observer
+        self._evaluate, self._saved, self._observer, self._softcap = evaluate, saved, observer, softcap
         self._identity = json.loads(json.dumps({**(origin or {}), **asdict(recipe)}))
         self._loss = LOSSES[recipe.loss]
         self._plan: tuple[int, list[list[int]]] = (-1, [])
@@ -115,6 +120,10 @@ class Trainer:
                 f"{recipe.batches_per_step} batches a step cannot be shared by {self.world.size} processes evenly: "
                 f"give a multiple of {self.world.size}"
             )
+        if recipe.gradient_checkpointing:
+            for part in learner.module.modules():
+                if isinstance(part, MLP):
+                    part.forward = partial(checkpoint, part.forward, use_reentrant=False)  # type: ignore[method-assign]
         named = learner.module.named_parameters()
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         for parameter in self.parameters.values():
@@ -173,7 +182,7 @@ class Trainer:
         for indices in batches[self.world.rank :: self.world.size]:
             batch = self.source.batch(indices).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device)):
-                loss, weight = backward(self.learner, batch, recipe.unroll, self._loss)
+                loss, weight = backward(self.learner, batch, recipe.unroll, self._loss, self._softcap)
             sums += torch.tensor([loss, weight, len(batch.tokens_N), 0.0], dtype=torch.float64)
         sums[3] = asked()
         loss, weight, tokens, stop = self._sum(sums).tolist()
@@ -281,14 +290,19 @@ class Trainer:
                 )
 
 
-def backward(learner: Learner, batch: Batch, steps: int, loss: Loss) -> tuple[float, float]:
+def backward(
+    learner: Learner, batch: Batch, steps: int, loss: Loss, softcap: float | None = None
+) -> tuple[float, float]:
     """Add the gradients of one batch to the parameters'. Returns the sum over rows of weight * loss, and the sum of
     the weights."""
     trained = batch.trained_N.nonzero()[:, 0]
     place_N = torch.zeros_like(batch.tokens_N)
     place_N[trained] = torch.arange(len(trained), device=trained.device)
     with torch.no_grad(), torch.autocast(trained.device.type, enabled=False):
-        p_TD = (batch.hidden_NH[trained] @ learner.head_DH.T).sub_(batch.lse_N[trained, None]).exp_()
+        p_TD = batch.hidden_NH[trained] @ learner.head_DH.T
+        if softcap is not None:
+            p_TD.div_(softcap).tanh_().mul_(softcap)
+        p_TD.sub_(batch.lse_N[trained, None]).exp_()
     total = weights = 0.0
     outputs, gradients = [], []
     for j, (logits_RD, rows_R) in enumerate(learner.unroll(batch, steps)):

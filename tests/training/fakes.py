@@ -55,6 +55,7 @@ class FakeLearner:
 
     kind = "fake"
     features: tuple[int, ...] = ()
+    steps: int | None = None
 
     def __init__(
         self, source: FakeSource, ids_D: torch.Tensor | None = None, *, seed: int = 1, noise: float = 0.01

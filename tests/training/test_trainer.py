@@ -7,9 +7,8 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,14 @@ from torch import nn
 from paceline.sampling.params import SamplingParams
 from paceline.training import trainer
 from paceline.training.evaluation import Evaluation, evaluate
+from paceline.training.learners import begin
 from paceline.training.losses import forward_kl, lk_lambda
 from paceline.training.recipes import Recipe
 from paceline.training.reporting import Report
 from paceline.training.trainer import Counters, Trainer, backward
 from paceline.training.world import World
 from tests.training.fakes import FakeLearner, FakeSource
+from tests.training.test_learners import batch, target
 
 RECIPE = Recipe(steps=30, lr=0.02, unroll=3)
 TIMES = ("seconds", "tokens_per_s")
@@ -95,6 +96,49 @@ def test_gradients_are_those_of_the_weighted_sum_of_losses(
     assert weight == pytest.approx(rows)
     for name, parameter in learner.module.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_target_distribution_has_the_targets_softcap(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = FakeSource()
+    learner = FakeLearner(source)
+    batch = source.batch([0, 1])
+    logits_NV = 2.0 * torch.tanh(source.target_logits(batch.hidden_NH) / 2.0)
+    capped = replace(batch, lse_N=logits_NV.logsumexp(-1))
+    seen = []
+
+    def loss(p_RD: torch.Tensor, logits_RD: torch.Tensor) -> torch.Tensor:
+        seen.append(p_RD)
+        return forward_kl(p_RD, logits_RD)
+
+    backward(learner, capped, 1, loss, 2.0)
+    torch.testing.assert_close(seen[0], logits_NV[batch.trained_N].softmax(-1))
+
+
+def test_gradient_checkpointing_keeps_less_and_gives_the_same_gradients(tmp_path: Path) -> None:
+    """Of real layers: a fake learner has none that could be computed again."""
+    of = target()
+    kept, gradients = [], []
+    for checkpointing in (False, True):
+        learner = begin("eagle3", of, "tiny", None)
+        data = batch(of, learner.features)
+        recipe = Recipe(steps=1, gradient_checkpointing=checkpointing)
+        made = Trainer(learner, FakeSource(), recipe, tmp_path, evaluate=lambda _: torch.zeros(0), saved=lambda: None)
+        size = 0
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal size
+            size += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            backward(learner, data, 3, forward_kl)
+        kept.append(size)
+        gradients.append([p.grad for p in made.parameters.values()])
+    assert kept[1] < 0.8 * kept[0]
+    for plain, again in zip(*gradients, strict=True):
+        assert plain is not None
+        assert again is not None
+        assert torch.equal(plain, again)
 
 
 def test_accumulated_batches_count_as_one(tmp_path: Path) -> None:
@@ -222,7 +266,7 @@ def crash_after(calls: int, made: Trainer, monkeypatch: pytest.MonkeyPatch) -> N
             raise Crash
 
     made.source.batch = counted(made.source.batch)  # type: ignore[method-assign]
-    made.learner.save = counted(made.learner.save)
+    made.learner.save = counted(made.learner.save)  # type: ignore[method-assign]
     made._optimizer.step = counted(made._optimizer.step)  # type: ignore[method-assign]
     assert isinstance(made._observer, Report)
     made._observer._write = counted(made._observer._write)  # type: ignore[method-assign]
@@ -349,35 +393,7 @@ def test_another_recipe_is_an_error_that_names_the_difference(whole: Path, chang
         make(whole, recipe).run()
 
 
-# ---- several processes ----
-
-WORKER = """
-import sys
-from pathlib import Path
-from paceline.training.recipes import Recipe
-from paceline.training.world import World
-from tests.training.test_trainer import make
-world = World.from_environment()
-make(Path(sys.argv[1]), Recipe(steps=6, lr=0.02, batches_per_step=2), noise=0, world=world).run()
-world.leave()
-"""
-
-
-def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
-    (tmp_path / "worker.py").write_text(WORKER)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, str(tmp_path / "worker.py"), str(tmp_path / "two")],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    make(tmp_path / "one", Recipe(steps=6, lr=0.02, batches_per_step=2), noise=0).run()
-    assert len(curve(tmp_path / "one")) >= 12
-    assert curve(tmp_path / "two") == curve(tmp_path / "one")
+# ---- several processes (test_command.py runs them) ----
 
 
 def test_processes_that_cannot_share_a_step_evenly_are_refused(tmp_path: Path) -> None:
