@@ -1,5 +1,5 @@
-"""Writes the prompts that the shipped draft is trained on: those of a JSONL file of {"source", "prompt"}, and code to be
-completed made from its MBPP tasks: a signature and a docstring, continued as they are.
+"""Writes the prompts that the shipped draft is trained on: those of a JSONL file of {"source", "prompt"}, and code to
+be completed, made from its MBPP tasks: a signature and a docstring, continued as they are.
 
     python benchmarks/draft_prompts.py draft_prompts.jsonl prompts.jsonl
 
@@ -16,14 +16,31 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-IDLE = set("a an the to of in on at by for with from is are be it its given whether using use if not or and that which "
-           "write function python find check all each into as this two one".split())
+IDLE = (
+    " a an the to of in on at by for with from is are be it its given whether using use if not or and that which "
+    "write function python find check all each into as this two one "
+)
 TYPES = {
-    "string": "text: str", "strings": "words: List[str]", "list": "items: list", "lists": "lists: List[list]",
-    "array": "numbers: List[int]", "tuple": "values: tuple", "tuples": "pairs: List[tuple]", "dictionary": "table: dict",
-    "matrix": "matrix: List[List[int]]", "number": "n: int", "numbers": "numbers: List[int]", "integer": "n: int",
-    "word": "word: str", "character": "c: str", "elements": "items: list", "digits": "n: int", "side": "side: float",
-    "length": "length: int", "radius": "radius: float", "numbers.": "numbers: List[int]",
+    "string": "text: str",
+    "strings": "words: List[str]",
+    "list": "items: list",
+    "lists": "lists: List[list]",
+    "array": "numbers: List[int]",
+    "tuple": "values: tuple",
+    "tuples": "pairs: List[tuple]",
+    "dictionary": "table: dict",
+    "matrix": "matrix: List[List[int]]",
+    "number": "n: int",
+    "numbers": "numbers: List[int]",
+    "integer": "n: int",
+    "word": "word: str",
+    "character": "c: str",
+    "elements": "items: list",
+    "digits": "n: int",
+    "side": "side: float",
+    "length": "length: int",
+    "radius": "radius: float",
+    "numbers.": "numbers: List[int]",
 }
 
 
@@ -32,7 +49,7 @@ def stub(task: str, shuffle: random.Random) -> str:
     goal = re.sub(r"(?i)^.*?\bfunction\s+(that|which|to|for)?\s*", "", task).strip()
     goal = re.sub(r"\s+", " ", goal)
     words = re.findall(r"[a-z0-9]+", goal.lower())
-    name = "_".join([word for word in words if word not in IDLE and not word.isdigit()][:4]) or "solve"
+    name = "_".join([word for word in words if f" {word} " not in IDLE and not word.isdigit()][:4]) or "solve"
     arguments = list(dict.fromkeys(TYPES[word] for word in words if word in TYPES))[:3] or ["x"]
     head = "from typing import List\n\n\n" if any("List" in a for a in arguments) or shuffle.random() < 0.3 else ""
     quotes = shuffle.choice(['"""', '"""', "'''"])

@@ -211,6 +211,7 @@ class Texts:
         self._settle(folder / "settings.json")
         self._lines = folder / "answers.jsonl"
         self._features = folder / "features.bin"
+        self._scratch: KVCache | None = None
         self._examples: dict[int, Example] = {}
         self._places: dict[int, tuple[int, list[float]]] = {}
         self._read()
@@ -354,10 +355,9 @@ class Texts:
         return torch.cat(parts)
 
     def _cache(self, length: int) -> KVCache:
-        held: KVCache | None = getattr(self, "_scratch", None)
-        if held is None or held.capacity < length:
-            self._scratch = held = self.target.new_cache(1, min(self.target.context, max(length, 1024)))
-        return held
+        if self._scratch is None or self._scratch.capacity < length:
+            self._scratch = self.target.new_cache(1, min(self.target.context, max(length, 1024)))
+        return self._scratch
 
     def kept(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """States and lse [T - 1] of a text, read where they are kept and computed where not."""

@@ -1,0 +1,173 @@
+"""Which draft pays on which kind of text? The evaluation prompts of several tasks, each with every draft in turn.
+
+    python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft auto -k 2 -k 4 [--dtype D]
+
+DATA is a folder with xsum_test_100.jsonl, gsm8k_test.jsonl and spec_bench.jsonl; what is not there is left out. A draft
+is "auto", "ngram", a folder made by `paceline train`, or "ngram+FOLDER" (prompt lookup where it finds something).
+HumanEval's prompts are continued as they are; the others go through the chat template.
+
+Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
+speed-up is the ratio of the seconds of a task's prompts, its interval a bootstrap over prompts. Greedy texts are
+compared with plain decoding's: they must be equal. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import platform
+import random
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from paceline import LLM, SamplingParams
+from paceline.decoding.stats import Stats
+from paceline.proposers.first import FirstOf
+from paceline.proposers.ngram import NgramProposer
+
+MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
+SUMMARISE = "Summarise the article in one sentence.\n\n"
+
+
+def tasks(data: Path, human_eval: Path | None, count: int, llm: LLM) -> dict[str, list[list[int]]]:
+    """The prompts of each task, as tokens."""
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        file = data / name
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def chat(text: str) -> list[int]:
+        return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
+
+    found: dict[str, list[list[int]]] = {}
+    if human_eval:
+        with gzip.open(human_eval, "rt") as file:
+            found["HumanEval"] = [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in file]
+    found["XSum"] = [chat(SUMMARISE + line["document"]) for line in lines("xsum_test_100.jsonl")]
+    found["GSM8K"] = [chat(line["question"]) for line in lines("gsm8k_test.jsonl")]
+    for line in lines("spec_bench.jsonl"):
+        name = "MT-bench" if line["category"] in MT_BENCH else line["category"]
+        found.setdefault(f"Spec-Bench {name}", []).append(chat(line["turns"][0]))
+    shuffle = random.Random(0)
+    return {name: shuffle.sample(prompts, min(count, len(prompts))) for name, prompts in found.items() if prompts}
+
+
+def drafting(llm: LLM, draft: str, k: int) -> LLM:
+    if draft.startswith("ngram+"):
+        made = llm.new_proposer(Path(draft.removeprefix("ngram+")))
+        other = llm.with_draft(
+            lambda slots, capacity: FirstOf(NgramProposer(llm.target.vocab_size), made(slots, capacity))
+        )
+    elif draft == "ngram":
+        other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
+    else:
+        other = llm.with_draft(llm.new_proposer(Path(draft)))
+    other.draft_tokens = k
+    return other
+
+
+def interval(plain: list[float], mine: list[float]) -> tuple[float, float, float]:
+    """The ratio of the sums, and the middle 95% of it over resampled prompts."""
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(1000):
+        chosen = draw.choices(range(len(plain)), k=len(plain))
+        ratios.append(sum(plain[n] for n in chosen) / sum(mine[n] for n in chosen))
+    ratios.sort()
+    return sum(plain) / sum(mine), ratios[25], ratios[975]
+
+
+def main(
+    data: Path,
+    draft: Annotated[list[str], typer.Option()],
+    model: str = "smollm2-135m",
+    human_eval: Path | None = None,
+    k: Annotated[list[int] | None, typer.Option("-k")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Of the tasks, those whose names contain this.")] = None,
+    prompts: int = 40,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    threads: int | None = None,
+) -> None:
+    plain = LLM(model, None, dtype=dtype, quantize=quantize, threads=threads)
+    sides = {(name, n): drafting(plain, name, n) for name in draft for n in k or [4]}
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=1)
+    chosen = {
+        name: found
+        for name, found in tasks(data, human_eval, prompts, plain).items()
+        if not only or any(part.lower() in name.lower() for part in only)
+    }
+    for llm in (plain, *sides.values()):  # warm up
+        llm.generate("Hello", SamplingParams(max_tokens=8))
+
+    console = Console(stderr=True, width=150)
+    table = Table(
+        "task", "draft", "K", "times plain (95%)", "alpha", "by position", "tokens a round", "ms: draft/score/rest"
+    )
+    results: dict[str, Any] = {}
+    for task, asked in chosen.items():
+        runs: dict[Any, list[Stats]] = {key: [] for key in ("plain", *sides)}
+        differing = 0
+        for prompt in track(asked, console=console, description=task):
+            (expected,) = plain.generate([prompt], params)
+            runs["plain"].append(expected.stats)
+            for key, llm in sides.items():
+                (found,) = llm.generate([prompt], params)
+                runs[key].append(found.stats)
+                differing += temperature == 0 and found.outputs[0].token_ids != expected.outputs[0].token_ids
+        if differing:
+            raise SystemExit(f"{differing} greedy texts of {task} differ from plain decoding's: this must not be")
+        seconds = {key: [s.decode_s / max(s.output_tokens - 1, 1) for s in stats] for key, stats in runs.items()}
+        whole = {key: sum(stats, Stats()) for key, stats in runs.items()}
+        results[task] = {"plain_ms_per_token": 1000 / whole["plain"].tokens_per_second, "drafts": {}}
+        for key in sides:
+            total, (ratio, low, high) = whole[key], interval(seconds["plain"], seconds[key])
+            reached, accepted = sum(total.reached_at), sum(total.accepted_at)
+            alpha, ms = accepted / max(reached, 1), 1000 / max(total.rounds, 1)
+            rest = total.verify_s + total.other_s
+            results[task]["drafts"][f"{key[0]} K={key[1]}"] = {
+                "times_plain": [ratio, low, high],
+                "alpha": alpha,
+                "alpha_by_position": total.conditional_acceptance,
+                "tokens_per_round": (total.output_tokens - total.completions) / max(total.rounds, 1),
+                "rounds": total.rounds,
+                "drafts": total.drafts,
+                "ms_per_round": {"draft": ms * total.draft_s, "score": ms * total.score_s, "rest": ms * rest},
+            }
+            table.add_row(
+                task,
+                Path(key[0]).name if "+" not in key[0] else "ngram+" + Path(key[0]).name,
+                str(key[1]),
+                f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+                f"{alpha:.3f}",
+                " ".join(f"{a:.2f}" for a in total.conditional_acceptance),
+                f"{results[task]['drafts'][f'{key[0]} K={key[1]}']['tokens_per_round']:.2f}",
+                " / ".join(f"{ms * part:.1f}" for part in (total.draft_s, total.score_s, rest)),
+            )
+        table.add_section()
+    console.print(table)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    setting = {
+        "command": " ".join(sys.argv),
+        "commit": commit,
+        "machine": f"{platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads",
+        "versions": {name: version(name) for name in ("torch", "numpy", "transformers")},
+    }
+    print(json.dumps({"benchmark": "tasks", **setting, "results": results}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
