@@ -205,9 +205,10 @@ def train(
     """
     from paceline.terminal import note
     from paceline.training.command import train as make_draft
+    from paceline.training.costs import measure
 
     asked = vars(training) | {"cache_features": size(training.cache_features)}
-    make_draft(target, prompts, out, **asked, say=note)
+    make_draft(target, prompts, out, **asked, say=note, measure=measure)
 
 
 @command

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from rich.console import Console
@@ -104,9 +105,7 @@ def train(
             gradient_checkpointing=gradient_checkpointing,
             seed=seed,
         )
-        if measure is not None and world.first:
-            learner.save(out)
-        report = Report(out, costs=measure(llm, out) if measure is not None and world.first else None)
+        report = Report(out, costs=_costs(learner, llm, measure, say) if measure is not None and world.first else None)
         trainer = Trainer(
             learner,
             texts,
@@ -122,6 +121,13 @@ def train(
         _run(trainer, report, out, say)
     finally:
         world.leave()
+
+
+def _costs(learner: Learner, llm: LLM, measure: Callable[[LLM, Path], Costs], say: Say) -> Costs:
+    say("measuring what a round costs here")
+    with TemporaryDirectory() as folder:  # a draft that is trained further than this one may be where it will be
+        learner.save(Path(folder))
+        return measure(llm, Path(folder))
 
 
 def _run(trainer: Trainer, report: Report, out: Path, say: Say) -> None:

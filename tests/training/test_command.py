@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
-from paceline.options import TrainingOptions, size
+from paceline.options import size
+from paceline.training import costs as measuring
 from paceline.training import trainer
-from paceline.training.command import train
 from paceline.training.data import Texts
 from paceline.training.evaluation import Costs
 from paceline.training.learners import KINDS
@@ -32,7 +32,7 @@ from tests import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 ASKED = ["--max-tokens", "20", "--steps", "12", "--lr", "0.003", "--tokens-per-batch", "256"]
-TIMES = ("seconds", "tokens_per_s")
+TIMES = ("seconds", "tokens_per_s", "speedups")
 
 
 def qwen(folder: Path) -> Path:
@@ -67,6 +67,16 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [{"prompt": f"{what} {number}"} for number in range(8) for what in ("one two", "the riders", "exact")]
     file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": "Größe, naïve, 速度"}]))
     return file
+
+
+COSTS = Costs(plain_s=0.01, score_s=[0.01] * 8, draft_s=[0.0] * 8, other_s=0.0)
+
+
+@pytest.fixture(autouse=True)
+def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring takes longer than all else here."""
+    if "measured" not in request.node.name:
+        monkeypatch.setattr(measuring, "measure", lambda llm, folder: COSTS)
 
 
 def command(model: Path, prompts: Path, out: Path, *more: str, code: int = 0) -> str:
@@ -139,18 +149,29 @@ def test_the_layers_of_a_shallow_draft_are_tried_first(models: dict[str, Path], 
     assert json.loads((tmp_path / "config.json").read_text())["layers"] == layers
 
 
-def test_costs_become_predicted_speedups(models: dict[str, Path], prompts: Path, tmp_path: Path) -> None:
-    options = vars(TrainingOptions(steps=2, max_tokens=9))
-    seen = []
+def test_costs_are_measured_and_become_predicted_speedups(
+    models: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    assert "measuring what a round costs here" in command(models["llama"], prompts, tmp_path, "--steps", "1")
+    last = json.loads((tmp_path / "log.jsonl").read_text().splitlines()[-1])
+    assert len(last["speedups"]) == 8
+    assert all(0.01 < speedup < 10 for speedup in last["speedups"])
+
+
+def test_measuring_leaves_a_draft_that_is_trained_alone(
+    models: dict[str, Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command(models["llama"], prompts, tmp_path)
+    trained = (tmp_path / "model.safetensors").read_bytes()
 
     def measure(llm: LLM, folder: Path) -> Costs:
-        seen.append(LLM(models["llama"], draft=folder))  # the untrained draft is there already
-        return Costs(plain_s=0.01, score_s=[0.01] * 8, draft_s=[0.0] * 8, other_s=0.0)
+        LLM(models["llama"], draft=folder)  # one that loads
+        assert (tmp_path / "model.safetensors").read_bytes() == trained
+        return COSTS
 
-    train(str(models["llama"]), prompts, tmp_path, **{**options, "cache_features": 0}, measure=measure)
-    last = curve(tmp_path)[-1]
-    assert len(seen) == 1
-    assert last["speedups"] == pytest.approx(last["acceptance_lengths"])
+    monkeypatch.setattr(measuring, "measure", measure)
+    command(models["llama"], prompts, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == trained
 
 
 # ---- what can go wrong ----
