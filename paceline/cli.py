@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `train`, `pull` and `info`.
+"""The command line: `paceline generate`, `chat`, `train`, `export`, `pull` and `info`.
 
 Turns arguments into calls of the package and errors into one line; `terminal` shows. Imports nothing heavy: a command
 brings in what it needs when it runs, so that `paceline --help` answers at once.
@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -209,6 +209,26 @@ def train(
 
     asked = vars(training) | {"cache_features": size(training.cache_features)}
     make_draft(target, prompts, out, **asked, say=note, measure=measure)
+
+
+@command
+def export(
+    draft: Annotated[Path, typer.Argument(help="A folder that `paceline train` made.", show_default=False)],
+    *,
+    format: Annotated[
+        Literal["hf", "vllm-eagle3", "vllm-eagle", "vllm-medusa"],
+        typer.Option(help="For drafts of kind shallow, eagle3, eagle1 and heads, in this order."),
+    ],
+    out: Annotated[Path, typer.Option(help="A new folder.")],
+    target: Annotated[
+        str | None, typer.Option(help="What it drafts for, named as for generate.", show_default="as the draft says")
+    ] = None,
+) -> None:
+    """Write a draft as transformers, vLLM and SGLang load it, check it, and say how to run it there."""
+    from paceline.checkpoints.export import export as write
+
+    for line in write(draft, format, out, target=target):
+        typer.echo(line)
 
 
 @command
