@@ -127,6 +127,20 @@ class Attention(nn.Module):
         chunks = zip(reaches, q_NQD.split(sizes), k_NKD.split(sizes), v_NKD.split(sizes), strict=True)
         return self.output(torch.cat([self._attend(*chunk, cache, layer) for chunk in chunks]))
 
+    def remember(
+        self, x_NI: torch.Tensor, rotation: Rotation | None, reaches: Sequence[Reach], cache: Keeper, layer: int
+    ) -> None:
+        """Put keys and values into the cache and do no more: for rows of which nothing else is wanted."""
+        k_NKD = self.k(x_NI).view(len(x_NI), -1, self.head_dim)
+        v_NKD = self.v(x_NI).view(len(x_NI), -1, self.head_dim)
+        if self.k_norm is not None:
+            k_NKD = self.k_norm(k_NKD)
+        if rotation is not None:
+            k_NKD = rotate(k_NKD, rotation)
+        sizes = [reach.tokens for reach in reaches]
+        for reach, k_TKD, v_TKD in zip(reaches, k_NKD.split(sizes), v_NKD.split(sizes), strict=True):
+            cache.extend(layer, reach.slot, reach.start, reach.begin, k_TKD, v_TKD)
+
     def _attend(
         self,
         reach: Reach,

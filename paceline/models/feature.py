@@ -98,6 +98,18 @@ class FeatureDraft(nn.Module):
         x_NH, inputs_NI = self.read(self.embed(tokens_N), given_NH)
         return self.block(x_NH, rotation, reaches, cache, 0, inputs_NI)
 
+    def remember(
+        self,
+        tokens_N: torch.Tensor,
+        given_NH: torch.Tensor,
+        rotation: Rotation | None,
+        reaches: Sequence[Reach],
+        cache: Keeper,
+    ) -> None:
+        """As `layer`, for positions that later ones see and that say nothing themselves."""
+        _, inputs_NI = self.read(self.embed(tokens_N), given_NH)
+        self.block.attention.remember(inputs_NI, rotation, reaches, cache, 0)
+
     def new_cache(self, slots: int, capacity: int) -> KVCache:
         return KVCache(
             layers=1,

@@ -8,6 +8,7 @@ Shapes: N positions of a batch, R rows of a step, T positions of a text, D draft
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -119,32 +120,57 @@ class FeatureLearner(_Learner):
 
     def unroll(self, batch: Batch, steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draft, cache = self.module, Unrolled()
-        device = batch.tokens_N.device
+        device, group = batch.tokens_N.device, draft.config.num_heads // draft.config.num_kv_heads
         starts = torch.tensor([0, *batch.lengths]).cumsum(0).tolist()
-        ends_N = torch.tensor(starts[1:], device=device).repeat_interleave(torch.tensor(batch.lengths, device=device))
-        rows_N = torch.arange(len(batch.tokens_N), device=device)
-        group = draft.config.num_heads // draft.config.num_kv_heads
+        # Of each text, the first row that says something: those before it, its prompt, are only seen.
+        firsts = [_first(batch.trained_N[start:end]) for start, end in itertools.pairwise(starts)]
+        rows = torch.arange(starts[-1], device=device).split(batch.lengths)
+        before_B = torch.cat([of_text[:first] for of_text, first in zip(rows, firsts, strict=True)])
+        rows_N = torch.cat([of_text[first:] for of_text, first in zip(rows, firsts, strict=True)])
+        sizes = [length - first for length, first in zip(batch.lengths, firsts, strict=True)]
+        ends = torch.tensor(starts[1:], device=device)
+        ends_N = ends.repeat_interleave(torch.tensor(sizes, device=device))
+
         given_NH = draft.project(batch.features_NFH)
+        if len(before_B):
+            prompts = [
+                Reach(tokens=first, slot=slot, start=0, begin=0, mask=None)
+                for slot, first in enumerate(firsts)
+                if first
+            ]
+            rotation = draft.rotation([(0, first) for first in firsts if first])
+            draft.remember(batch.next_N[before_B], given_NH[before_B], rotation, prompts, cache)
+        given_NH = given_NH[rows_N]
         for step in range(steps):
             # The row of position t reads the token behind it; past the end of its text it reads anything, unseen.
-            at_N = torch.minimum(rows_N + step, ends_N - 1)
-            spans = [(step, step + length) for length in batch.lengths]
-            reaches = [_reach(slot, length, step, group, device) for slot, length in enumerate(batch.lengths)]
-            given_NH = draft.layer(batch.next_N[at_N], given_NH, draft.rotation(spans), reaches, cache)
+            tokens_N = batch.next_N[torch.minimum(rows_N + step, ends_N - 1)]
+            spans = [(first + step, length + step) for first, length in zip(firsts, batch.lengths, strict=True)]
+            reaches = [
+                _reach(slot, first, size, step, group, device)
+                for slot, (first, size) in enumerate(zip(firsts, sizes, strict=True))
+            ]
+            given_NH = draft.layer(tokens_N, given_NH, draft.rotation(spans), reaches, cache)
             # What it says is the target's distribution one position further on.
             target_N = rows_N + step + 1
             wanted_N = (target_N < ends_N) & batch.trained_N[torch.minimum(target_N, ends_N - 1)]
             yield draft.logits(given_NH[wanted_N]), target_N[wanted_N]
 
 
-def _reach(slot: int, length: int, step: int, group: int, device: torch.device) -> Reach:
-    before_TT = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    own_TT = torch.eye(length, dtype=torch.bool, device=device)
-    seen_TL = torch.cat((before_TT, *[own_TT] * step), dim=1)
-    mask_TL = torch.zeros(seen_TL.shape, device=device).masked_fill_(~seen_TL, -math.inf)
-    if length <= FEW_ROWS:
-        mask_TL = mask_TL.repeat(group, 1)
-    return Reach(tokens=length, slot=slot, start=0, begin=0, mask=mask_TL)
+def _first(trained_T: torch.Tensor) -> int:
+    """A row says what its position's successor shall say. One row of a text is always run."""
+    return max(0, int(trained_T.to(torch.uint8).argmax()) - 1)
+
+
+def _reach(slot: int, first: int, size: int, step: int, group: int, device: torch.device) -> Reach:
+    """Each row sees the prompt, the first step's rows up to itself, and itself in the later ones."""
+    prompt_RF = torch.ones(size, first, dtype=torch.bool, device=device)
+    up_to_RR = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    own_RR = torch.eye(size, dtype=torch.bool, device=device)
+    seen_RL = torch.cat((prompt_RF, up_to_RR, *[own_RR] * step), dim=1)
+    mask_RL = torch.zeros(seen_RL.shape, device=device).masked_fill_(~seen_RL, -math.inf)
+    if size <= FEW_ROWS:
+        mask_RL = mask_RL.repeat(group, 1)
+    return Reach(tokens=size, slot=slot, start=0, begin=0, mask=mask_RL)
 
 
 class HeadsLearner(_Learner):

@@ -29,6 +29,9 @@ class Recipe:
     """Largest norm of the gradient."""
     unroll: int = 3
     """Steps of drafting that are trained together; step j weighs 0.8^j."""
+    single: float = 0.5
+    """Part of the run, from its beginning, that trains the first step alone: it costs a fraction of all of them, and
+    later steps learn little before the first is good."""
     tokens_per_batch: int = 2048
     batches_per_step: int = 1
     """Over all ranks: each accumulates its part of them."""
@@ -51,6 +54,9 @@ class Recipe:
     def progress(self, steps: int, tokens: int) -> float:
         """How much of the run is done: 1 or more is all of it."""
         return steps / self.steps if self.steps is not None else tokens / (self.tokens or 1)
+
+    def unrolled(self, progress: float) -> int:
+        return 1 if progress < self.single else self.unroll
 
     def learning_rate(self, progress: float) -> float:
         if progress < self.warm_up:

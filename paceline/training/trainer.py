@@ -182,7 +182,7 @@ class Trainer:
         for indices in batches[self.world.rank :: self.world.size]:
             batch = self.source.batch(indices).to(device)
             with torch.autocast(device.type, torch.bfloat16, enabled=multiplies_bfloat16(device)):
-                loss, weight = backward(self.learner, batch, recipe.unroll, self._loss, self._softcap)
+                loss, weight = backward(self.learner, batch, recipe.unrolled(self.progress), self._loss, self._softcap)
             sums += torch.tensor([loss, weight, len(batch.tokens_N), 0.0], dtype=torch.float64)
         sums[3] = asked()
         loss, weight, tokens, stop = self._sum(sums).tolist()
