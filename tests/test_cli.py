@@ -127,6 +127,7 @@ FROZEN = {
     "train": "target --prompts --out --kind --draft-vocab --layers --heads --answer-temperature --max-tokens"
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
     " --gradient-checkpointing --seed --temperature --top-p --device --threads",
+    "export": "draft --format --out --target",
     "pull": "name",
     "info": "model --draft --json",
 }
@@ -151,7 +152,7 @@ def test_defaults_are_those_of_the_package() -> None:
         assert field.name == "model" or field.default == signature[field.name].default, field.name
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "train -h", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "train -h", "export -h", "--version"])
 def test_help_imports_nothing_heavy(arguments: str) -> None:
     code = (
         "import sys, atexit; from paceline.cli import main; sys.argv[0] = 'paceline';"
