@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from paceline import LLM, SamplingParams
 from paceline.checkpoints import export as exporting
 from paceline.checkpoints import folder as folders
 from paceline.checkpoints.describe import describe
@@ -24,6 +26,7 @@ from paceline.checkpoints.export import FORMATS, export
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer
 from paceline.cli import app
+from paceline.decoding.stats import Stats
 from paceline.models.config import Layer, ModelConfig, Rope
 from paceline.models.decoder import Decoder
 from paceline.models.feature import FeatureDraft
@@ -296,6 +299,48 @@ def test_a_trained_draft_assists_in_transformers(tmp_path: Path, architecture: s
     assert words.apply_chat_template(chat, tokenize=False) == "<|user|>one two<|end|>"
 
 
+def test_as_many_drafted_tokens_are_accepted_in_transformers_as_here(tmp_path: Path) -> None:
+    model = write_target(tmp_path / "target")
+    with torch.no_grad():  # layers outside of the cut say little, so that it is often right
+        for index in set(range(6)) - set(LAYERS):
+            for parameter in (
+                model.model.layers[index].self_attn.o_proj.weight,
+                model.model.layers[index].mlp.down_proj.weight,
+            ):
+                parameter.copy_((0.1 * parameter).to(torch.bfloat16))
+    model.save_pretrained(tmp_path / "target")
+    write_draft(tmp_path / "draft", tmp_path / "target", "shallow", None, trained=False)
+    assistant = transformers.AutoModelForCausalLM.from_pretrained(
+        exported_to(tmp_path / "draft", "hf", tmp_path / "out")
+    )
+    assistant.generation_config.update(
+        num_assistant_tokens=4, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    of, words = decoder(tmp_path / "target"), Tokenizer.from_folder(tmp_path / "target")
+    llm = LLM(of, tmp_path / "draft", tokenizer=words, draft_tokens=4)
+    prompts = [[first, *TOKENS[1:6]] for first in range(20, 26)]
+    told = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+    ours = sum((completion.stats for completion in told), Stats())
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    handle = model.register_forward_pre_hook(count)
+    model.generation_config.eos_token_id = assistant.generation_config.eos_token_id = None
+    for prompt, completion in zip(prompts, told, strict=True):
+        asked = torch.tensor([prompt])
+        text = model.generate(
+            asked, attention_mask=torch.ones_like(asked), assistant_model=assistant, do_sample=False, max_new_tokens=80
+        )
+        assert text[0, 6:].tolist() == completion.token_ids
+    handle.remove()
+    theirs = 480 / passes
+    assert 1.5 < ours.acceptance_length < 4.5
+    assert abs(theirs - ours.acceptance_length) < 0.05 * theirs
+
+
 def test_a_gguf_target_gives_a_folder_with_rows_in_halves_and_a_tokenizer(tmp_path: Path) -> None:
     model = tiny("llama")
     with torch.no_grad():
@@ -348,8 +393,6 @@ def test_the_rope_of_a_published_llama_3_has_a_name_again(tmp_path: Path) -> Non
 
 
 def replace_rope(config: ModelConfig, rope: Rope) -> ModelConfig:
-    from dataclasses import replace
-
     return replace(config, layers=(Layer(rope=rope),))
 
 
