@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
@@ -183,6 +184,9 @@ class TrainingOptions:
         False
     )
     seed: Annotated[int, _training("Of answers, beginning and order.")] = 0
+    start: Annotated[
+        Path | None, _training("Begin as this draft, of the same kind and vocabulary.", show_default="anew")
+    ] = None
     temperature: Annotated[float, _measured("Measure acceptance as if serving at this.")] = 0.0
     top_p: Annotated[float, _measured("And at this.")] = 1.0
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"

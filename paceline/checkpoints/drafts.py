@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -145,22 +146,9 @@ def load_draft(path: Path, target: Decoder) -> TrainedDraft:
 
     Raises ValueError, naming the file, where it is damaged or was made for another target.
     """
-    file = path / "config.json"
-    values = read_json(file)
-    try:
-        sizes = values.get("target")
-        sizes = sizes if isinstance(sizes, dict) else {}
-        for name in SIZES:
-            if sizes.get(name) != getattr(target.config, name):
-                raise ValueError(
-                    f"it was made for a target whose {name} is {sizes.get(name)!r}, and this one's is "
-                    f"{getattr(target.config, name)}: train one for it with `paceline train`"
-                )
-        with torch.device("meta"):
-            module = build(str(values.get("kind")), target.config, values)
+    with _naming(path):
+        module, values = _described(path, target.config)
         tensors, ids = _read(path / "model.safetensors", module, values.get("draft_vocab_size"), target.vocab_size)
-    except ValueError as error:
-        raise ValueError(f"{path} is no draft that can be used: {error}") from error
     for name, tensor in tensors.items():
         owner, _, leaf = name.rpartition(".")
         norm = leaf == "weight" and tensor.dim() == 1
@@ -173,8 +161,46 @@ def load_draft(path: Path, target: Decoder) -> TrainedDraft:
     if packed:
         pack(module)
     attach(module, target, ids, packed=packed)
-    shape = {name: value for name, value in values.items() if name in ("features", "heads", "layers")}
-    return TrainedDraft(kind=str(values["kind"]), module=module.eval(), ids=ids, shape=shape)
+    return TrainedDraft(kind=str(values["kind"]), module=module.eval(), ids=ids, shape=_shape(values))
+
+
+def read_draft(
+    path: Path, target: Decoder, kind: str
+) -> tuple[dict[str, torch.Tensor], npt.NDArray[np.int64] | None, dict[str, Any]]:
+    """What is in the folder of a draft of this kind: its tensors, its vocabulary, its shape (as `build` takes it)."""
+    with _naming(path):
+        module, values = _described(path, target.config)
+        if values["kind"] != kind:
+            raise ValueError(f"its kind is {values['kind']}, wanted is {kind}")
+        tensors, ids = _read(path / "model.safetensors", module, values.get("draft_vocab_size"), target.vocab_size)
+    return tensors, ids, _shape(values)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{path} is no draft that can be used: {error}") from error
+
+
+def _shape(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in ("features", "heads", "layers")}
+
+
+def _described(path: Path, target: ModelConfig) -> tuple[FeatureDraft | Heads | Decoder, dict[str, Any]]:
+    """A draft as config.json tells it, without its tensors."""
+    values = read_json(path / "config.json")
+    sizes = values.get("target")
+    sizes = sizes if isinstance(sizes, dict) else {}
+    for name in SIZES:
+        if sizes.get(name) != getattr(target, name):
+            raise ValueError(
+                f"it was made for a target whose {name} is {sizes.get(name)!r}, and this one's is "
+                f"{getattr(target, name)}: train one for it with `paceline train`"
+            )
+    with torch.device("meta"):
+        return build(str(values.get("kind")), target, values), values
 
 
 def _read(

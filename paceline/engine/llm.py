@@ -278,7 +278,7 @@ class LLM:
             self.notes = (*self.notes, f"the draft can propose {vocabulary.share:.0%} of the target's tokens")
         return lambda slots, capacity: DraftModelProposer(drafting.model, vocabulary, slots=slots, capacity=capacity)
 
-    def new_proposer(self, folder: Path) -> NewProposer:
+    def new_proposer(self, folder: Path, *, p_min: float = 0.0) -> NewProposer:
         """Of the draft in a folder that `paceline train` made for this target. Raises ValueError for any other."""
         if not isinstance(self.target, Decoder):
             raise ValueError(
@@ -292,7 +292,7 @@ class LLM:
         if isinstance(module, Heads):
             return lambda slots, capacity: HeadsProposer(module, among)
         if isinstance(module, FeatureDraft):
-            return lambda slots, capacity: FeatureProposer(module, among, slots=slots, capacity=capacity)
+            return lambda slots, capacity: FeatureProposer(module, among, slots=slots, capacity=capacity, p_min=p_min)
         vocabulary = ReducedVocabulary(among or Among(self.target.vocab_size, np.arange(self.target.vocab_size)))
         return lambda slots, capacity: DraftModelProposer(module, vocabulary, slots=slots, capacity=capacity)
 

@@ -38,13 +38,21 @@ class _Drafting:
     history: list[int]
     """Committed tokens, and what has been drafted behind them."""
     probs: list[Distribution] = field(default_factory=list)
+    chance: float = 1.0
+    """That all of it will be kept, as far as the draft can tell."""
 
 
 class FeatureProposer:
-    """Drafts with `model` for `slots` sequences of at most `capacity` tokens each. `among`: the draft vocabulary."""
+    """Drafts with `model` for `slots` sequences of at most `capacity` tokens each. `among`: the draft vocabulary.
 
-    def __init__(self, model: FeatureDraft, among: Among | None, *, slots: int, capacity: int) -> None:
-        self.model, self.among, self.features = model, among, model.features
+    A draft ends before a token with which the chance that all of it is kept would fall below `p_min`. That is decided
+    by the draft's own logits ahead of the token, before it is drawn, so it is exact under every rule.
+    """
+
+    def __init__(
+        self, model: FeatureDraft, among: Among | None, *, slots: int, capacity: int, p_min: float = 0.0
+    ) -> None:
+        self.model, self.among, self.features, self.p_min = model, among, model.features, p_min
         self._cache = model.new_cache(slots, min(capacity, model.config.context))
         self._slots = [_Slot() for _ in range(slots)]
 
@@ -64,13 +72,10 @@ class FeatureProposer:
         drafting = [g for g in growing if g.k > 0]
         if drafting:
             chunks, given_NH = self._read(drafting)
-            step = 0
             while chunks:
                 logits_CD, hidden_CH = self.model(chunks, given_NH, self._cache)
-                for g, logits_D in zip(drafting, logits_CD, strict=True):
-                    self._grow(g, logits_D[None])
-                step += 1
-                going_on = [n for n, g in enumerate(drafting) if g.k > step]
+                grown = [self._grow(g, logits_D[None]) for g, logits_D in zip(drafting, logits_CD, strict=True)]
+                going_on = [n for n, g in enumerate(drafting) if grown[n] and len(g.probs) < g.k]
                 given_NH = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
                 drafting = [drafting[n] for n in going_on]
                 chunks = [Chunk(g.request.slot, g.history[-1:]) for g in drafting]
@@ -93,8 +98,14 @@ class FeatureProposer:
             given.append(given_TH)
         return chunks, given[0] if len(given) == 1 else torch.cat(given)
 
-    def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> None:
+    def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> bool:
+        """Draw one token more, unless the draft ends here."""
+        if self.p_min:
+            g.chance *= float((logits_1D.max() - logits_1D.logsumexp(-1)).exp())
+            if g.chance < self.p_min:
+                return False
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
         (q,) = sampler.distributions(logits_1D, g.history, among=self.among)
         g.probs.append(q)
         g.history.append(sampler.propose(q, position, anchor))
+        return True

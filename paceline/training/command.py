@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import Progress
 
-from paceline.checkpoints.drafts import is_draft
+from paceline.checkpoints.drafts import is_draft, read_draft
 from paceline.checkpoints.folder import read_json
 from paceline.engine.llm import LLM
 from paceline.models.decoder import Decoder
@@ -64,6 +64,7 @@ def train(
     max_tokens: int,
     cache_features: int,
     seed: int,
+    start: Path | None = None,
     device: str,
     threads: int | None,
     say: Say = lambda text: None,
@@ -87,9 +88,12 @@ def train(
         texts = _texts(out / "texts", llm, read_prompts(prompts, llm), how, features, cache_features, world, say)
         held_out = _held_out(texts, world)
         ids = texts.frequent(draft_vocab) if 0 < draft_vocab < llm.target.vocab_size else None
+        if start is not None:
+            _, of_start, _ = read_draft(start, _decoder(llm), kind)
+            ids = None if of_start is None else of_start.tolist()
         if ids is not None:
             say(f"the draft has {len(ids):,} tokens, {texts.coverage(ids):.1%} of those in held-out answers")
-        chosen = _layers(out, kind, llm, target, ids, held_out, layers, world, say)
+        chosen = _layers(start or out, kind, llm, target, ids, held_out, layers, world, say)
         learner = begin(kind, _decoder(llm), target, ids, layers=chosen, heads=heads, seed=seed)
         if steps is None and tokens is None:
             epoch = sum(len(texts.example(index).tokens) - 1 for index in texts.train())
@@ -105,7 +109,10 @@ def train(
             gradient_checkpointing=gradient_checkpointing,
             seed=seed,
         )
-        report = Report(out, costs=_costs(learner, llm, measure, say) if measure is not None and world.first else None)
+        if start is not None:
+            learner.start(start)
+        costs = _costs(learner, llm, measure, say) if measure is not None and world.first else None
+        report = Report(out, costs=costs, reach=learner.reach)
         trainer = Trainer(
             learner,
             texts,
@@ -116,7 +123,13 @@ def train(
             observer=report if world.first else None,
             world=world,
             softcap=_decoder(llm).config.logit_softcap,
-            origin={"kind": kind, "draft_vocab": ids and len(ids), "layers": chosen, "heads": heads},
+            origin={
+                "kind": kind,
+                "draft_vocab": ids and len(ids),
+                "layers": chosen,
+                "heads": heads,
+                "start": start and str(start),
+            },
         )
         _run(trainer, report, out, say)
     finally:

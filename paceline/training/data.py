@@ -31,8 +31,8 @@ from paceline.sampling.params import SamplingParams
 
 READ_CHUNK = 512
 """Tokens of a text that one pass reads for its hidden states."""
-HELD_OUT = 20
-"""Every so many-th text is never trained on."""
+HELD_OUT = 19
+"""Every so many-th text is never trained on: an odd number, so that answers of all temperatures are among them."""
 
 
 @dataclass(frozen=True)
@@ -323,7 +323,7 @@ class Texts:
         if states is not None:
             trained = torch.tensor(example.mask[1:])
             lse_T = self._lse(states[:, -1].float(), trained)
-            line |= {"features": features.tell(), "lse": [round(x, 5) for x in lse_T[trained].tolist()]}
+            line |= {"features": features.tell(), "lse": lse_T[trained].tolist()}
             features.write(states.contiguous().view(torch.int16).numpy().tobytes())
             features.flush()
         lines.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")

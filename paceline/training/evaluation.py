@@ -54,20 +54,23 @@ class Evaluation:
     greedy: list[float]
     rows: int
     """Rows of the first position."""
+    reach: int | None = None
+    """The most tokens that the draft can propose; None: any number."""
 
     @classmethod
-    def of(cls, sums_J3: torch.Tensor) -> Evaluation:
+    def of(cls, sums_J3: torch.Tensor, reach: int | None = None) -> Evaluation:
         """From the sums of `evaluate`. Raises ValueError where there was nothing to evaluate on."""
         found = [(alpha / rows, greedy / rows) for alpha, greedy, rows in sums_J3.tolist() if rows]
         if not found:
             raise ValueError("the held-out texts have no trained positions: give more prompts")
-        return cls([alpha for alpha, _ in found], [greedy for _, greedy in found], int(sums_J3[0, 2]))
+        return cls([alpha for alpha, _ in found], [greedy for _, greedy in found], int(sums_J3[0, 2]), reach)
 
     @property
     def lengths(self) -> list[float]:
         """Tokens a round is expected to give, for K = 1 to 8: 1 + the sum over k <= K of alpha_1 ... alpha_k. Positions
         beyond those that were unrolled count with the last alpha that was measured."""
-        along = [*self.alpha, *[self.alpha[-1]] * MAX_DRAFT][:MAX_DRAFT]
+        further = 0.0 if self.reach == len(self.alpha) else self.alpha[-1]
+        along = [*self.alpha, *[further] * MAX_DRAFT][:MAX_DRAFT]
         return list(accumulate(accumulate(along, mul), initial=1.0))[1:]
 
     def speedups(self, costs: Costs) -> list[float]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from paceline.checkpoints.drafts import attach, build, save_draft
+from paceline.checkpoints.drafts import attach, build, read_draft, save_draft
 from paceline.models.cache import Unrolled
 from paceline.models.decoder import FEW_ROWS, Decoder, Linear, Reach, reaches_of
 from paceline.models.feature import FeatureDraft
@@ -64,6 +64,15 @@ class Learner(Protocol):
         """
         ...
 
+    @property
+    def reach(self) -> int | None:
+        """The most tokens it can draft; None: any number."""
+        ...
+
+    def start(self, folder: Path) -> None:
+        """Go on from a draft of the same kind, shape and vocabulary; ValueError for another."""
+        ...
+
     def save(self, folder: Path) -> None:
         """As `paceline.checkpoints.drafts` reads it."""
         ...
@@ -98,6 +107,21 @@ class _Learner:
         self.features: tuple[int, ...] = module.features if isinstance(module, (FeatureDraft, Heads)) else ()
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in ("embedding.weight", "head.weight"))
+
+    @property
+    def reach(self) -> int | None:
+        return None
+
+    def start(self, folder: Path) -> None:
+        tensors, ids, shape = read_draft(folder, self._target, self.kind)
+        if shape != self._shape or (None if ids is None else ids.tolist()) != self._ids:
+            raise ValueError(
+                f"{folder} has {shape} and {'all' if ids is None else len(ids)} tokens, the draft to train has "
+                f"{self._shape} and {len(self._ids) if self._ids else 'all'}: start from one of the same, or anew"
+            )
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                self.module.get_parameter(name).copy_(tensor)
 
     def save(self, folder: Path) -> None:
         save_draft(
@@ -175,6 +199,10 @@ def _reach(slot: int, first: int, size: int, step: int, group: int, device: torc
 
 class HeadsLearner(_Learner):
     module: Heads
+
+    @property
+    def reach(self) -> int | None:
+        return len(self.module.layers)
 
     @property
     def steps(self) -> int | None:
@@ -276,7 +304,7 @@ def _begin_shallow(
         for part, theirs in target.layers[index].named_modules():
             own = mine.get_submodule(part)
             if isinstance(theirs, Linear) and theirs.packed is not None and isinstance(own, Linear):
-                own.weight = nn.Parameter(theirs.packed.unpack())
+                own.weight = nn.Parameter(theirs.packed.unpack().clone())  # it may be a view of the target's
                 own.bias = None if theirs.bias is None else nn.Parameter(theirs.bias.clone())
             else:
                 for leaf, value in theirs.named_parameters(recurse=False):

@@ -32,10 +32,13 @@ ROWS = 12
 
 
 class Report:
-    """Of one run, in its folder. `costs`: what serving costs on this machine; without it no speed-ups are told."""
+    """Of one run, in its folder. `costs`: what serving costs on this machine; without it no speed-ups are told.
+    `reach`: the most tokens that the draft can propose; None: any number."""
 
-    def __init__(self, folder: Path, *, costs: Costs | None = None, console: Console | None = None) -> None:
-        self._folder, self._costs = folder, costs
+    def __init__(
+        self, folder: Path, *, costs: Costs | None = None, reach: int | None = None, console: Console | None = None
+    ) -> None:
+        self._folder, self._costs, self._reach = folder, costs, reach
         self._log = folder / "log.jsonl"
         self._console = console or Console(stderr=True, highlight=False)
         self._live = Live(console=self._console, auto_refresh=False, transient=True)
@@ -67,7 +70,7 @@ class Report:
             self._live.update(self._table(counters, progress, measured), refresh=True)
 
     def evaluation(self, counters: Counters, progress: float, sums_J3: torch.Tensor) -> None:
-        found = Evaluation.of(sums_J3)
+        found = Evaluation.of(sums_J3, self._reach)
         record = {
             "step": counters.step,
             "tokens": counters.tokens,

@@ -19,7 +19,7 @@ from paceline.decoding.sequence import Sequence as Generated
 from paceline.models.interface import Chunk
 from paceline.proposers.base import Request
 from paceline.proposers.draft_model import DraftModelProposer
-from paceline.proposers.vocabulary import Token, VocabularyMap
+from paceline.proposers.vocabulary import Token, Vocabulary, VocabularyMap
 from paceline.sampling import rejection
 from paceline.sampling.distribution import Distribution, distributions
 from paceline.sampling.draft import Draft
@@ -59,7 +59,7 @@ def target_model() -> TableModel:
     return TableModel(Table(len(TARGET), 3, seed=1))
 
 
-def spelled(vocabulary: VocabularyMap, tokens: Sequence[int]) -> list[int]:
+def spelled(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
     return [i for token in tokens for i in vocabulary.spell(token)]
 
 

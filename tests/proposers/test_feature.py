@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -172,3 +173,29 @@ def test_drafts_stop_at_the_capacity(tmp_path: Path) -> None:
         proposer.observe(0, prompt, torch.randn(39, len(model.features), of.config.hidden_size))
         (draft,) = proposer.propose([Request(slot=0, tokens=prompt, k=8, sampler=sampler)])
         assert len(draft) == capacity - 39 + 1
+
+
+@pytest.mark.parametrize("verify", RULES)
+def test_a_draft_ends_before_its_chance_falls_below_the_limit(verify: str, tmp_path: Path) -> None:
+    of, model, among = drafts("eagle3", tmp_path, packed=False, reduced=False)
+    assert isinstance(model, FeatureDraft)
+    prompt, states = list(range(30)), torch.randn(29, len(model.features), of.config.hidden_size)
+    sampler = Sampler(params=SamplingParams(), rule=RULES[verify], stream=Stream(0), prompt_length=30)
+
+    def propose(p_min: float) -> Draft:
+        proposer = FeatureProposer(model, among, slots=1, capacity=CAPACITY, p_min=p_min)
+        proposer.begin(0)
+        proposer.observe(0, prompt, states)
+        return proposer.propose([Request(slot=0, tokens=prompt, k=8, sampler=sampler)])[0]
+
+    whole = propose(0)
+    chances = [math.prod(float(q.probs.max()) for q in whole.probs[: n + 1]) for n in range(8)]
+    assert len(propose(chances[0] * 1.01)) == 0
+    for n in range(7):
+        found = propose(chances[n] * 0.99)
+        assert len(found) >= n + 1
+        assert len(propose(chances[n + 1] * 1.01)) <= n + 1
+        assert found.tokens == whole.tokens[: len(found)], "what is drafted does not depend on where it ends"
+    greedy = SamplingParams(temperature=0)
+    stopping = FeatureProposer(model, among, slots=2, capacity=CAPACITY, p_min=0.3)
+    assert run(of, stopping, greedy, k=5, slots=2, verify=verify) == run(of, NoProposer(), greedy, k=0, slots=1)

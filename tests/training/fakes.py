@@ -56,6 +56,7 @@ class FakeLearner:
     kind = "fake"
     features: tuple[int, ...] = ()
     steps: int | None = None
+    reach: int | None = None
 
     def __init__(
         self, source: FakeSource, ids_D: torch.Tensor | None = None, *, seed: int = 1, noise: float = 0.01
@@ -75,6 +76,9 @@ class FakeLearner:
             noise_RH = self.noise * torch.randn(len(rows), H) if self.module.training else 0
             yield (state_NH[rows] + noise_RH) @ self.head_DH.T, rows
             state_NH = torch.cat([state_NH[:1], state_NH[:-1]])
+
+    def start(self, folder: Path) -> None:
+        raise NotImplementedError
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

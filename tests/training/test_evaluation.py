@@ -87,6 +87,12 @@ def test_what_a_reduced_vocabulary_lacks_is_never_accepted() -> None:
     assert found.alpha[0] == pytest.approx(p_RV[:, 4].mean().item(), rel=1e-5)
 
 
+def test_lengths_end_where_a_draft_ends() -> None:
+    """A draft of two heads gives no third token, whatever is asked for."""
+    found = Evaluation(alpha=[0.5, 0.4], greedy=[0.5, 0.4], rows=10, reach=2)
+    assert found.lengths == pytest.approx([1.5, *[1.7] * 7])
+
+
 def test_lengths_go_on_with_the_last_alpha() -> None:
     found = Evaluation(alpha=[0.5, 0.4], greedy=[0.5, 0.4], rows=10)
     assert found.lengths[:3] == pytest.approx([1.5, 1.5 + 0.2, 1.5 + 0.2 + 0.08])

@@ -142,6 +142,37 @@ def test_gradients_reach_what_is_trained_and_nothing_of_the_target(kind: str) ->
     assert all(torch.equal(tensor, before[name]) for name, tensor in of.state_dict().items())
 
 
+def test_training_a_cut_leaves_the_packed_target_as_it_was() -> None:
+    """A matrix of exactly one panel unpacks without a copy: 16 outputs here."""
+    of = target(packed=True, num_heads=2, num_kv_heads=1)
+    held = {name: part.packed.data.clone() for name, part in of.named_modules() if getattr(part, "packed", None)}
+    assert len(held) > 30
+    made = begin("shallow", of, "tiny", IDS, layers=[0, 3])
+    with torch.no_grad():
+        for parameter in made.module.parameters():
+            parameter.add_(1 if parameter.requires_grad else 0)
+    for name, data in held.items():
+        packed = getattr(of.get_submodule(name), "packed")  # noqa: B009
+        assert torch.equal(packed.data, data), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learner_starts_as_a_saved_draft(kind: str, tmp_path: Path) -> None:
+    of = target()
+    first, second = learner(kind, of), begin(kind, of, "tiny", IDS, layers=[0, 3], heads=3, seed=5)
+    first.save(tmp_path)
+    second.start(tmp_path)
+    data = batch(of, first.features)
+    with torch.no_grad():
+        for (one, _), (other, _) in zip(first.unroll(data, 2), second.unroll(data, 2), strict=True):
+            assert (one - other).norm() < 0.05 * one.norm()  # bfloat16 on disk
+    with pytest.raises(ValueError, match="start from one of the same, or anew"):
+        begin(kind, of, "tiny", IDS[1:], layers=[0, 3], heads=3).start(tmp_path)
+    other_kind = "heads" if kind != "heads" else "eagle3"
+    with pytest.raises(ValueError, match=f"its kind is {kind}, wanted is {other_kind}"):
+        begin(other_kind, of, "tiny", IDS, heads=3).start(tmp_path)
+
+
 def test_later_steps_learn_through_the_earlier_ones() -> None:
     """An unrolled step reads the draft's own state with its gradient: otherwise it would not learn to be read."""
     of = target()
