@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoints import folder, gguf_file
 from paceline.checkpoints.describe import describe
-from paceline.checkpoints.drafts import TrainedDraft, is_draft, load_draft
+from paceline.checkpoints.drafts import is_draft, read_draft
 from paceline.checkpoints.gguf_tokenizer import parts_of
 from paceline.checkpoints.load import Checkpoint, inspect, load
 from paceline.checkpoints.names import MODULES
@@ -51,9 +51,12 @@ ROWS = 8192
 class Given:
     """A draft and its target: what every layout is made from."""
 
-    draft: TrainedDraft
     own: Mapping[str, torch.Tensor]
     """The draft's tensors by our names, as they are stored."""
+    ids_D: torch.Tensor | None
+    """The draft vocabulary where it is smaller than the target's."""
+    shape: Mapping[str, Any]
+    """What the draft is built from."""
     checkpoint: Checkpoint
     target: Decoder
     dtype: torch.dtype
@@ -61,12 +64,6 @@ class Given:
     @property
     def vocab_size(self) -> int:
         return self.target.vocab_size
-
-    @property
-    def ids_D(self) -> torch.Tensor | None:
-        """The draft vocabulary where it is smaller than the target's."""
-        ids = self.draft.ids
-        return None if ids is None or len(ids) == self.vocab_size else torch.from_numpy(ids)
 
     def embedding(self) -> torch.Tensor:
         """[V, H]"""
@@ -89,6 +86,8 @@ class Layout:
     """Names there by our names: every tensor that the draft stores."""
     added: Mapping[str, torch.Tensor]
     """What the target gives, by names there."""
+    whole: bool = False
+    """A model by itself, as our own reader loads it."""
     norms_from_one: bool = False
     """It stores norm weights as their distance from 1."""
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -106,7 +105,7 @@ def _hf(given: Given) -> Layout:
     """A model by itself: its layers between the target's whole embedding and head, for transformers' `assistant_model`,
     vLLM's `draft_model` and SGLang's STANDALONE, which take a draft with exactly the target's vocabulary."""
     checkpoint, target = given.checkpoint, given.target
-    layers = tuple(target.config.layers[index] for index in given.draft.shape["layers"])
+    layers = tuple(target.config.layers[index] for index in given.shape["layers"])
     described, family = describe(replace(target.config, layers=layers))
     modules = {ours: theirs for theirs, ours in (*MODULES.items(), *family.norms.items())}
     own = {"norm.weight": "model.norm.weight"}
@@ -122,6 +121,7 @@ def _hf(given: Given) -> Layout:
         config={**described, **ends, "pad_token_id": None},  # some classes have a default, wherever that points
         own=own,
         added=added,
+        whole=True,
         norms_from_one=family.norms_from_one,
         files={**_tokenizer_files(checkpoint), "generation_config.json": _json(ends)},
         vllm={"method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS},
@@ -138,7 +138,7 @@ def _eagle3(given: Given) -> Layout:
     vLLM reads the one in the config itself first, SGLang only that under eagle_config. The last one is behind the last
     norm here and ahead of it there. `midlayer` is the name that every version of both knows.
     """
-    features, count = given.draft.shape["features"], given.target.config.num_layers
+    features, count = given.shape["features"], given.target.config.num_layers
     if features != sorted(set(features)) or features[-1] >= count:
         raise ValueError(
             f"this draft reads the hidden states {features}, and vLLM has them in ascending order and from 0 to "
@@ -178,9 +178,9 @@ def _eagle(given: Given) -> Layout:
     """vLLM computes what `Eagle1` does: fc (no bias) of the embedding, then the target's state behind its last norm;
     no norm ahead of attention and none at the end; the target's own head, over all tokens, reads the result, and the
     next step is given it. SGLang asks for another architecture and a bias of fc."""
-    if given.draft.shape["features"] != [given.target.config.num_layers]:
+    if given.shape["features"] != [given.target.config.num_layers]:
         raise ValueError(
-            f"this draft reads the hidden state {given.draft.shape['features']}, and vLLM gives an EAGLE-1 draft the "
+            f"this draft reads the hidden state {given.shape['features']}, and vLLM gives an EAGLE-1 draft the "
             f"last one, {given.target.config.num_layers}: train one that reads it"
         )
     return Layout(
@@ -195,7 +195,7 @@ def _eagle(given: Given) -> Layout:
 
 def _medusa(given: Given) -> Layout:
     """`original_lm_head` gives all heads one matrix, as here, where copies would be of the whole vocabulary."""
-    count, ids_D = given.draft.shape["heads"], given.ids_D
+    count, ids_D = given.shape["heads"], given.ids_D
     head_DH = given.head(ids_D)
     return Layout(
         config={
@@ -307,13 +307,11 @@ def export(draft: Path, format: str, out: Path, *, target: str | None = None) ->
         raise ValueError(f"{draft} holds no draft: name a folder that `paceline train` made")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: name a new folder")
-    given = _given(draft, target)
-    made = FORMATS[format]
-    if given.draft.kind != made.kind:
-        fits = next(name for name, other in FORMATS.items() if other.kind == given.draft.kind)
-        raise ValueError(
-            f"{format} is for drafts of kind {made.kind}, and this is one of kind {given.draft.kind}: use {fits}"
-        )
+    made, kind = FORMATS[format], folder.read_json(draft / "config.json").get("kind")
+    if kind != made.kind:
+        fits = "".join(f": use {name}" for name, other in FORMATS.items() if other.kind == kind)
+        raise ValueError(f"{format} is for drafts of kind {made.kind}, and this is one of kind {kind}{fits}")
+    given = _given(draft, made.kind, target)
     layout = made.layout(given)
     config = {**layout.config, "torch_dtype": str(given.dtype).removeprefix("torch.")}
     method, taken = layout.vllm["method"], ("eagle-", "eagle3", "dflash", "dspark")
@@ -338,7 +336,7 @@ def export(draft: Path, format: str, out: Path, *, target: str | None = None) ->
     return _told(out.absolute(), layout, given)
 
 
-def _given(path: Path, target: str | None) -> Given:
+def _given(path: Path, kind: str, target: str | None) -> Given:
     if target is None:
         named = folder.read_json(path / "config.json").get("target")
         target = named.get("name") if isinstance(named, dict) else None
@@ -347,12 +345,11 @@ def _given(path: Path, target: str | None) -> Given:
     checkpoint = load(target, device="cpu")
     if not isinstance(checkpoint.model, Decoder):
         raise ValueError(f"{target} is run by transformers here, and no draft can have been trained for it")
-    draft = load_draft(path, checkpoint.model)
-    own = load_file(path / "model.safetensors")
-    own.pop("draft_vocab", None)
+    own, ids, shape = read_draft(path, checkpoint.model, kind)
+    ids_D = None if ids is None or len(ids) == checkpoint.model.vocab_size else torch.from_numpy(ids)
     stored = inspect(target).stored
     dtype = MOST_STORED.get(max(stored, key=lambda kind: stored[kind] or 0), torch.bfloat16)
-    return Given(draft=draft, own=own, checkpoint=checkpoint, target=checkpoint.model, dtype=dtype)
+    return Given(own=own, ids_D=ids_D, shape=shape, checkpoint=checkpoint, target=checkpoint.model, dtype=dtype)
 
 
 def _stored(ours: str, tensor: torch.Tensor, layout: Layout, given: Given) -> torch.Tensor:
@@ -377,7 +374,7 @@ def _check(there: Path, draft: Path, layout: Layout, config: Mapping[str, Any], 
             )
     if folder.read_json(there / "config.json") != config:
         raise ValueError("config.json of the export is not what was written")
-    if isinstance(given.draft.module, Decoder):  # a model by itself: our own reader knows what belongs to one
+    if layout.whole:
         dict(folder.read_tensors(there))
         if Tokenizer.from_folder(there).tokens() != given.checkpoint.tokenizer.tokens():
             raise ValueError("the tokenizer of the export is not the target's")

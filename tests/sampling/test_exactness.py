@@ -79,13 +79,19 @@ def enumerate_round(
     q: Row,
     *,
     few: tuple[bool, bool] = (False, False),
+    ends: Callable[[Sequence[int]], bool] = lambda drafted: False,
 ) -> tuple[Vector, float]:
     """The joint distribution of K + 1 tokens [V, ..., V], and the expected number of tokens of the round.
 
-    `few` tells which of p and q come as the tokens that have any probability.
+    `few` tells which of p and q come as the tokens that have any probability; `ends`, by what has been drafted, whether
+    the draft ends there.
     """
-    joint, expected = np.zeros((size,) * (k + 1)), 0.0
-    for tokens in itertools.product(range(size), repeat=k):
+    joint, expected, most = np.zeros((size,) * (k + 1)), 0.0, k
+    blocks = set()
+    for tokens in itertools.product(range(size), repeat=most):
+        blocks.add(tokens[: next((i for i in range(most) if ends(tokens[:i])), most)])
+    for tokens in sorted(blocks):
+        k = len(tokens)
         drawn = float(np.prod([q(tokens[:i])[token] for i, token in enumerate(tokens)]))
         if drawn == 0:
             continue
@@ -136,6 +142,51 @@ def test_token_and_block_verification_keep_the_target_exactly_and_block_never_ex
         assert tokens_a_round["block"] >= tokens_a_round["token"] - 1e-12
         gained += tokens_a_round["block"] > tokens_a_round["token"] + 1e-6
     assert gained > 50, "block verification gains where K > 1 and p differs from q"
+
+
+def test_a_draft_may_end_wherever_what_it_holds_so_far_says() -> None:
+    """Its length then depends on chance, but never on the token that is not drawn any more."""
+    lengths = set()
+    for case, (size, k, p, q) in enumerate(cases(60)):
+        rng = np.random.default_rng([11, case])
+        chosen = {n: bool(rng.random() < 0.4) for n in range(size**k * 2)}
+
+        def ends(drafted: Sequence[int], size: int = size, chosen: dict[int, bool] = chosen) -> bool:
+            number = sum(token * size**i for i, token in enumerate(drafted)) + len(drafted)
+            lengths.add(len(drafted))
+            return chosen[number]
+
+        for decide, thresholds in (
+            (rejection.decide, rejection.thresholds),
+            (block.decide, lambda p_S, draft: block.thresholds(p_S, draft)[0]),
+        ):
+            joint, _ = enumerate_round(decide, thresholds, size, k, p, q, ends=ends)
+            assert np.abs(joint - target_joint(size, k + 1, p)).max() < 1e-12, (size, k)
+    assert lengths == {0, 1, 2, 3}
+
+
+def test_the_enumeration_catches_a_draft_cut_by_the_token_it_drops() -> None:
+    """Dropping a drawn token for being improbable is not the same as not drawing it."""
+    p, q = Table(3, 3, 1).row, Table(3, 3, 2).row
+
+    def joint_of(cut: bool) -> Vector:
+        joint = np.zeros((3, 3))
+        for token in range(3):
+            drawn = q(())[token]
+            p_S, draft = behind(p, (token,), 2), Draft((token,), tuple(behind(q, (token,), 1)))
+            if cut and token == int(q(()).argmin()):
+                p_S, draft = p_S[:1], Draft()
+            h = rejection.thresholds(p_S, draft)
+            for stands in itertools.product((True, False), repeat=len(draft)):
+                weight = float(np.prod(np.where(stands, h, 1 - h)))
+                accepted, left = rejection.decide(p_S, draft, np.where(stands, h * (1 - 1e-13), h + 1e-13))
+                rest = left.dense() / left.probs.sum()
+                for last in range(3):
+                    _continue_with(joint, p, (*draft.tokens[:accepted], last), drawn * weight * rest[last])
+        return joint
+
+    assert np.abs(joint_of(cut=False) - target_joint(3, 2, p)).max() < 1e-12
+    assert np.abs(joint_of(cut=True) - target_joint(3, 2, p)).max() > 1e-3
 
 
 @pytest.mark.fault(3)
