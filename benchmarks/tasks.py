@@ -1,9 +1,10 @@
 """Which draft pays on which kind of text? The evaluation prompts of several tasks, each with every draft in turn.
 
-    python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft auto -k 2 -k 4 [--dtype D]
+    python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft D -k 2 -k 4 [--dtype D]
 
 DATA is a folder with xsum_test_100.jsonl, gsm8k_test.jsonl and spec_bench.jsonl; what is not there is left out. A draft
-is "auto", "ngram", a folder made by `paceline train`, or "ngram+FOLDER" (prompt lookup where it finds something).
+is "ngram", a folder made by `paceline train`, or "ngram+FOLDER" (prompt lookup where it finds something); "@0.3" behind
+a folder ends its drafts by `draft_p_min`.
 HumanEval's prompts are continued as they are; the others go through the chat template.
 
 Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
@@ -63,15 +64,18 @@ def tasks(data: Path, human_eval: Path | None, count: int, llm: LLM) -> dict[str
 
 
 def drafting(llm: LLM, draft: str, k: int) -> LLM:
+    folder, _, p_min = draft.removeprefix("ngram+").partition("@")
+    if draft == "ngram":
+        other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
+        other.draft_tokens = k
+        return other
+    made = llm.new_proposer(Path(folder), p_min=float(p_min or 0))
     if draft.startswith("ngram+"):
-        made = llm.new_proposer(Path(draft.removeprefix("ngram+")))
         other = llm.with_draft(
             lambda slots, capacity: FirstOf(NgramProposer(llm.target.vocab_size), made(slots, capacity))
         )
-    elif draft == "ngram":
-        other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
     else:
-        other = llm.with_draft(llm.new_proposer(Path(draft)))
+        other = llm.with_draft(made)
     other.draft_tokens = k
     return other
 

@@ -79,6 +79,9 @@ class ModelOptions:
     draft_tokens: Annotated[
         int, _model("Tokens drafted a round at most; 0 is plain decoding.", "--draft-tokens", "-k")
     ] = 4
+    draft_p_min: Annotated[
+        float, _model("End a draft before a token that makes the chance of it all being kept lower than this.")
+    ] = 0.0
     verify: Annotated[
         Literal["token", "block", "coupled"],
         _model("Verification rule. coupled: the text depends on model and seed alone, whatever the draft."),

@@ -348,7 +348,7 @@ def _given(path: Path, kind: str, target: str | None) -> Given:
     own, ids, shape = read_draft(path, checkpoint.model, kind)
     ids_D = None if ids is None or len(ids) == checkpoint.model.vocab_size else torch.from_numpy(ids)
     stored = inspect(target).stored
-    dtype = MOST_STORED.get(max(stored, key=lambda kind: stored[kind] or 0), torch.bfloat16)
+    dtype = MOST_STORED.get(max(stored, key=lambda form: stored[form] or 0), torch.bfloat16)
     return Given(own=own, ids_D=ids_D, shape=shape, checkpoint=checkpoint, target=checkpoint.model, dtype=dtype)
 
 

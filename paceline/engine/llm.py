@@ -56,6 +56,8 @@ class LLM:
         train` made for this target, or a model, given in any of the ways of `model`. A draft with another tokenizer
         proposes the tokens that both know; a draft in memory without `draft_tokenizer` has the target's.
     draft_tokens: K, how many tokens a round drafts at most; 0 is plain decoding.
+    draft_p_min: a draft model ends its draft before a token with which the chance that all of it is kept, as far as the
+        draft can tell, would fall below this; 0 always drafts `draft_tokens`.
     verify: "token" (the paper's rule), "block" (at least as many tokens a round), "coupled" (the text depends on target
         and seed alone, whatever the draft).
     dtype: "auto" (each matrix as the file has it, where the device can multiply it so; see `load`), "float32",
@@ -78,6 +80,7 @@ class LLM:
         draft: str | Path | LanguageModel | PreTrainedModel | None = "auto",
         *,
         draft_tokens: int = 4,
+        draft_p_min: float = 0.0,
         verify: Literal["token", "block", "coupled"] = "token",
         dtype: str = "auto",
         quantize: str | None = None,
@@ -102,7 +105,9 @@ class LLM:
         self._max_num_seqs = max_num_seqs
         how = _How(dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, compile=compile, device=device)
         self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, how)
-        self.draft_tokens = draft_tokens
+        if not 0 <= draft_p_min < 1:
+            raise ValueError(f"draft_p_min is {draft_p_min}, it must be at least 0 and below 1")
+        self.draft_tokens, self.draft_p_min = draft_tokens, draft_p_min
         self._new_proposer = self._proposers(draft, draft_tokenizer, how)
 
     def with_draft(self, new_proposer: NewProposer, *, max_num_seqs: int | None = None) -> LLM:
@@ -276,10 +281,14 @@ class LLM:
         )
         if not vocabulary.identical:
             self.notes = (*self.notes, f"the draft can propose {vocabulary.share:.0%} of the target's tokens")
-        return lambda slots, capacity: DraftModelProposer(drafting.model, vocabulary, slots=slots, capacity=capacity)
+        return lambda slots, capacity: DraftModelProposer(
+            drafting.model, vocabulary, slots=slots, capacity=capacity, p_min=self.draft_p_min
+        )
 
-    def new_proposer(self, folder: Path, *, p_min: float = 0.0) -> NewProposer:
-        """Of the draft in a folder that `paceline train` made for this target. Raises ValueError for any other."""
+    def new_proposer(self, folder: Path, *, p_min: float | None = None) -> NewProposer:
+        """Of the draft in a folder that `paceline train` made for this target; `p_min` in place of `draft_p_min`.
+        Raises ValueError for any other folder."""
+        least = self.draft_p_min if p_min is None else p_min
         if not isinstance(self.target, Decoder):
             raise ValueError(
                 f"{folder} holds a draft for a target that Paceline's own decoder runs, and this one is run by "
@@ -292,9 +301,11 @@ class LLM:
         if isinstance(module, Heads):
             return lambda slots, capacity: HeadsProposer(module, among)
         if isinstance(module, FeatureDraft):
-            return lambda slots, capacity: FeatureProposer(module, among, slots=slots, capacity=capacity, p_min=p_min)
+            return lambda slots, capacity: FeatureProposer(module, among, slots=slots, capacity=capacity, p_min=least)
         vocabulary = ReducedVocabulary(among or Among(self.target.vocab_size, np.arange(self.target.vocab_size)))
-        return lambda slots, capacity: DraftModelProposer(module, vocabulary, slots=slots, capacity=capacity)
+        return lambda slots, capacity: DraftModelProposer(
+            module, vocabulary, slots=slots, capacity=capacity, p_min=least
+        )
 
 
 class _Job:

@@ -53,6 +53,11 @@ class Proposer(Protocol):
         ...
 
 
+def best_chance(logits_1D: torch.Tensor) -> float:
+    """How probable the most probable token is by these logits: about the chance that a token drawn here is kept."""
+    return float((logits_1D.max() - logits_1D.logsumexp(-1)).exp())
+
+
 class NoProposer:
     """Plain decoding: never proposes anything."""
 

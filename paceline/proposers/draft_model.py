@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.models.interface import Chunk, LanguageModel
-from paceline.proposers.base import Request
+from paceline.proposers.base import Request, best_chance
 from paceline.proposers.vocabulary import Vocabulary
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
@@ -52,6 +52,9 @@ class _Drafting:
     history: list[int]
     """Committed tokens, and what has been drafted behind them."""
     probs: list[Distribution] = field(default_factory=list)
+    chance: float = 1.0
+    """That all of it will be kept, as far as the draft can tell."""
+    ended: bool = False
 
     @property
     def tokens(self) -> list[int]:
@@ -61,13 +64,17 @@ class _Drafting:
 class DraftModelProposer:
     """Drafts with `model` for `slots` sequences of at most `capacity` target tokens each.
 
-    A sequence longer than the draft's own context gets no draft, and shorter drafts close to that limit.
+    A sequence longer than the draft's own context gets no draft, and shorter drafts close to that limit. A draft ends
+    before a token with which the chance that all of it is kept would fall below `p_min`; that is decided by the logits
+    ahead of the token, before it is drawn.
     """
 
     features: tuple[int, ...] = ()
 
-    def __init__(self, model: LanguageModel, vocabulary: Vocabulary, *, slots: int, capacity: int) -> None:
-        self.model, self.vocabulary = model, vocabulary
+    def __init__(
+        self, model: LanguageModel, vocabulary: Vocabulary, *, slots: int, capacity: int, p_min: float = 0.0
+    ) -> None:
+        self.model, self.vocabulary, self.p_min = model, vocabulary, p_min
         # Respelled tokens may take several of the draft's positions each.
         room = capacity if vocabulary.identical else 2 * capacity
         self._cache = model.new_cache(slots, min(model.context, room))
@@ -88,7 +95,7 @@ class DraftModelProposer:
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         growing = [self._read(request) for request in requests]
         step = 0
-        while active := [g for g in growing if g.k > step]:
+        while active := [g for g in growing if g.k > step and not g.ended]:
             scores = self.model([Chunk(g.request.slot, g.unread) for g in active], self._cache)
             for g, logits_1D in zip(active, scores.logits, strict=True):
                 self._grow(g, logits_1D)
@@ -116,6 +123,11 @@ class DraftModelProposer:
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
         if position > anchor:
             self._slots[g.request.slot].append(g.history[-1], 1)
+        if self.p_min:
+            g.chance *= best_chance(logits_1D)
+            g.ended = g.chance < self.p_min
+            if g.ended:
+                return
         (q,) = sampler.distributions(self.vocabulary.to_target(logits_1D), g.history)
         token = sampler.propose(q, position, anchor)
         g.probs.append(q)

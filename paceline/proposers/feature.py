@@ -13,7 +13,7 @@ import torch
 
 from paceline.models.feature import FeatureDraft
 from paceline.models.interface import Chunk
-from paceline.proposers.base import Request
+from paceline.proposers.base import Request, best_chance
 from paceline.sampling.distribution import Among, Distribution
 from paceline.sampling.draft import Draft
 
@@ -101,7 +101,7 @@ class FeatureProposer:
     def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> bool:
         """Draw one token more, unless the draft ends here."""
         if self.p_min:
-            g.chance *= float((logits_1D.max() - logits_1D.logsumexp(-1)).exp())
+            g.chance *= best_chance(logits_1D)
             if g.chance < self.p_min:
                 return False
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
