@@ -115,6 +115,23 @@ def rows(matrix: Matrix, indices_N: torch.Tensor) -> torch.Tensor:
     return found_NI
 
 
+def norm(x_NH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., H] the RMS norm of each row, in one call instead of torch's several; H is a multiple of 16."""
+    assert x_NH.dtype == torch.float32
+    x_NH, y_NH = x_NH.contiguous(), torch.empty(x_NH.shape)
+    size = len(weight_H)
+    rows = x_NH.numel() // size
+    build.library().paceline_norm(
+        c_void_p(x_NH.data_ptr()),
+        c_void_p(_pointer(weight_H)),
+        c_float(eps),
+        c_long(size),
+        c_long(rows),
+        c_void_p(y_NH.data_ptr()),
+    )
+    return y_NH
+
+
 def can_attend(head_dim: int) -> bool:
     """Whether heads of this size are what the compiled kernels can take."""
     return head_dim % int(build.library().paceline_lanes()) == 0

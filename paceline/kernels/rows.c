@@ -812,6 +812,11 @@ void paceline_layers(const Layer *layers, const Cache *caches, long count, const
     }
 }
 
+/* The norm of each row of x, [rows, size], for what stands outside of the layers. */
+void paceline_norm(const float *x, const float *weight, float eps, long size, long rows, float *y) {
+    for (long r = 0; r < rows; r++) norm(x + r * size, weight, eps, size, y + r * size);
+}
+
 /* What the library was compiled for: heads have to be multiples of this, and float16 caches need hardware for it. */
 int paceline_lanes(void) { return LANES; }
 int paceline_has_halves(void) {

@@ -56,7 +56,9 @@ class Reach:
 
 
 class Norm(nn.Module):
-    """RMS norm, computed in float32 whatever the dtype of the model."""
+    """RMS norm, computed in float32 whatever the dtype of the model; `packed`: by the CPU kernels."""
+
+    packed = False
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -65,6 +67,8 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packed:
+            return kernels.norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), self.size, self.weight, self.eps).to(x.dtype)
 
 
@@ -515,11 +519,13 @@ def reaches_of(
 
 
 def pack(module: nn.Module) -> None:
-    """Hold every matrix of `module` that fits in Q8_0 blocks for the CPU kernels, in place."""
-    for linear in module.modules():
-        if isinstance(linear, Linear) and linear.packed is None and Matrix.fits(linear.in_features):
-            linear.packed = _packed(quantize(linear.weight.detach()), None)
-            linear.register_parameter("weight", None)
+    """For inference by the CPU kernels: every matrix that fits is held in Q8_0 blocks, in place."""
+    for part in module.modules():
+        if isinstance(part, Linear) and part.packed is None and Matrix.fits(part.in_features):
+            part.packed = _packed(quantize(part.weight.detach()), None)
+            part.register_parameter("weight", None)
+        elif isinstance(part, Norm) and Matrix.fits(part.size[0]):
+            part.packed = True
 
 
 def _packed(tensor: torch.Tensor | Quantized, dtype: torch.dtype | None) -> Matrix:

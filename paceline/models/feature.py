@@ -77,7 +77,8 @@ class FeatureDraft(nn.Module):
 
     def embed(self, tokens_N: torch.Tensor) -> torch.Tensor:
         assert self._of_target is not None
-        return self._of_target[0](tokens_N) * self.config.embedding_scale
+        embedded_NH, scale = self._of_target[0](tokens_N), self.config.embedding_scale
+        return embedded_NH if scale == 1 else embedded_NH * scale
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, D]"""

@@ -266,3 +266,15 @@ def test_without_kernels_torch_does_it_and_a_line_says_so() -> None:
     assert done.stdout == (
         "Running on torch's own CPU kernels, which are slower: PACELINE_KERNELS=0 switches the CPU kernels off.\n"
     )
+
+
+@pytest.mark.parametrize("shape", [(1, 64), (5, 576), (3, 2, 32), (0, 64)])
+def test_the_norm_is_torchs(shape: tuple[int, ...]) -> None:
+    x, weight = torch.randn(shape) * 7, torch.randn(shape[-1])
+    found = kernels.norm(x, weight, 1e-5)
+    assert found.shape == x.shape
+    torch.testing.assert_close(found, torch.nn.functional.rms_norm(x, shape[-1:], weight, 1e-5))
+    strided = torch.randn((*shape[:-1], 2 * shape[-1]))[..., ::2]
+    torch.testing.assert_close(
+        kernels.norm(strided, weight, 1e-5), torch.nn.functional.rms_norm(strided, shape[-1:], weight, 1e-5)
+    )
