@@ -386,8 +386,8 @@ def _told(out: Path, layout: Layout, given: Given) -> list[str]:
     lines += [f"note: {note}" for note in layout.notes]
     if source.kind == "gguf":
         lines.append(
-            f"note: where it says {source.name}, name the Hugging Face folder or id of the same model; give that as the "
-            "target here, and embedding and head are its own and not the GGUF file's"
+            f"note: where it says {source.name}, name the Hugging Face folder or id of the same model; with that as "
+            "--target, embedding and head are its own and not the GGUF file's"
         )
     speculative = shlex.quote(json.dumps({"model": str(out), **layout.vllm}))
     model, draft = shlex.quote(source.name), shlex.quote(str(out))
