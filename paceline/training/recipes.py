@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from paceline.training.losses import LOSSES
 
-LEARNING_RATES = {"shallow": 3e-4, "eagle1": 1e-3, "eagle3": 1e-3, "heads": 1e-3}
+LEARNING_RATES = {"shallow": 5e-4, "eagle1": 2e-3, "eagle3": 2e-3, "heads": 2e-3}
 """By kind: layers that come from the target move slowly, new ones fast."""
 
 
@@ -19,12 +19,13 @@ class Recipe:
     tokens: int | None = None
     """How long: optimiser steps, or tokens read. One of the two."""
     loss: str = "forward-kl"
-    lr: float = 1e-3
+    lr: float = 2e-3
     warm_up: float = 0.03
     """Part of the run in which the learning rate grows; then it falls along a cosine, to 0 at the end."""
     weight_decay: float = 0.01
     """Of matrices; vectors have none."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of the vectors, which AdamW moves; matrices are moved by Muon (optimizer.py)."""
     clip: float = 1.0
     """Largest norm of the gradient."""
     unroll: int = 3

@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.models.decoder import MLP
 from paceline.training.losses import LOSSES, Loss
+from paceline.training.optimizer import Optimizer
 from paceline.training.recipes import Recipe
 from paceline.training.world import World
 
@@ -128,10 +129,9 @@ class Trainer:
         self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
         for parameter in self.parameters.values():
             self.world.share(parameter.data)
-        matrices = [p for p in self.parameters.values() if p.ndim > 1]
-        vectors = [p for p in self.parameters.values() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self._optimizer = torch.optim.AdamW(groups, lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay)
+        self._optimizer = Optimizer(
+            self.parameters.values(), lr=recipe.lr, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
 
     @property
     def progress(self) -> float:
@@ -177,7 +177,8 @@ class Trainer:
         device = self.learner.head_DH.device
         torch.manual_seed(hash((recipe.seed, counters.step, self.world.rank)))
         batches = [self._next() for _ in range(recipe.batches_per_step)]
-        self._optimizer.zero_grad()
+        for parameter in self.parameters.values():
+            parameter.grad = None
         sums = torch.zeros(4, dtype=torch.float64)
         for indices in batches[self.world.rank :: self.world.size]:
             batch = self.source.batch(indices).to(device)
@@ -201,9 +202,7 @@ class Trainer:
         counters.step += 1
         counters.tokens += int(tokens)
         lr = recipe.learning_rate((before + self.progress) / 2)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
+        self._optimizer.step(lr)
 
         took = time.perf_counter() - began
         counters.seconds += took
@@ -243,7 +242,7 @@ class Trainer:
             return
         tensors = {f"parameters.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         for name, parameter in self.parameters.items():
-            for key, value in self._optimizer.state[parameter].items():
+            for key, value in self._optimizer.state(parameter).items():
                 tensors[f"optimizer.{name}.{key}"] = value
         metadata = {"counters": json.dumps(asdict(self.counters)), "recipe": json.dumps(self._identity)}
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +274,7 @@ class Trainer:
                 for full in [full for full in tensors if full.startswith(prefix)]:
                     value, key = tensors.pop(full), full.removeprefix(prefix)
                     # The count of steps stays on the host, where AdamW keeps it.
-                    self._optimizer.state[parameter][key] = value if value.ndim == 0 else value.to(parameter.device)
+                    self._optimizer.state(parameter)[key] = value if value.ndim == 0 else value.to(parameter.device)
             return
         if broken is not None:
             raise ValueError(f"no checkpoint in {self.folder} can be read ({broken}): remove it to start again")

@@ -165,14 +165,6 @@ def test_every_text_is_read_once_an_epoch_however_batches_are_accumulated(tmp_pa
     assert read[:6] != read[6:12]
 
 
-def test_vectors_do_not_decay(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    for group in made._optimizer.param_groups:
-        for parameter in group["params"]:
-            assert (group["weight_decay"] == 0) == (parameter.ndim == 1)
-    assert sorted(g["weight_decay"] for g in made._optimizer.param_groups) == [0, RECIPE.weight_decay]
-
-
 def test_the_learning_rate_warms_up_and_falls_along_a_cosine() -> None:
     recipe = Recipe(tokens=1000, lr=0.5, warm_up=0.2)
     assert [recipe.learning_rate(x) for x in (0.0, 0.1, 0.2, 0.6, 1.0, 1.3)] == pytest.approx(
