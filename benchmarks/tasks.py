@@ -9,7 +9,8 @@ HumanEval's prompts are continued as they are; the others go through the chat te
 
 Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
 speed-up is the ratio of the seconds of a task's prompts, its interval a bootstrap over prompts. Greedy texts are
-compared with plain decoding's: they must be equal. Ends in one JSON line.
+compared with plain decoding's: they must be equal. `--llama FILE.gguf` lets llama.cpp decode the same prompts plainly (as
+many tokens, whatever they are) where they fit its context. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ import platform
 import random
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from peers import ROOM, Side
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -36,6 +39,8 @@ from paceline.decoding.stats import Stats
 from paceline.proposers.first import FirstOf
 from paceline.proposers.ngram import NgramProposer
 
+SETTLE_S = 0.05
+"""The threads of one side spin for a while behind their work, and take the other's processors."""
 MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
 SUMMARISE = "Summarise the article in one sentence.\n\n"
 
@@ -105,7 +110,13 @@ def main(
     dtype: str = "auto",
     quantize: str | None = None,
     threads: int | None = None,
+    llama: Annotated[Path | None, typer.Option(help="The same weights for llama.cpp.")] = None,
+    llama_python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python.")] = sys.executable,
 ) -> None:
+    peer = None
+    if llama:
+        count = threads or torch.get_num_threads()
+        peer = Side("llama.cpp", python=llama_python, target=llama, draft=None, threads=count)
     plain = LLM(model, None, dtype=dtype, quantize=quantize, threads=threads)
     sides = {(name, n): drafting(plain, name, n) for name in draft for n in k or [4]}
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=1)
@@ -124,10 +135,15 @@ def main(
     results: dict[str, Any] = {}
     for task, asked in chosen.items():
         runs: dict[Any, list[Stats]] = {key: [] for key in ("plain", *sides)}
-        differing = 0
-        for prompt in track(asked, console=console, description=task):
+        differing, of_peer = 0, dict[int, float]()
+        for number, prompt in enumerate(track(asked, console=console, description=task)):
             (expected,) = plain.generate([prompt], params)
             runs["plain"].append(expected.stats)
+            length = len(expected.token_ids)
+            if peer and length > 1 and len(prompt) + length < ROOM:
+                time.sleep(SETTLE_S)
+                of_peer[number] = peer.generate("plain", prompt, length).decode_s / (length - 1)
+                time.sleep(SETTLE_S)
             for key, llm in sides.items():
                 (found,) = llm.generate([prompt], params)
                 runs[key].append(found.stats)
@@ -137,16 +153,24 @@ def main(
         seconds = {key: [s.decode_s / max(s.output_tokens - 1, 1) for s in stats] for key, stats in runs.items()}
         whole = {key: sum(stats, Stats()) for key, stats in runs.items()}
         results[task] = {"plain_ms_per_token": 1000 / whole["plain"].tokens_per_second, "drafts": {}}
+        if of_peer:
+            results[task]["llama_ms_per_token"] = 1000 * sum(of_peer.values()) / len(of_peer)
+            plain_there = [seconds["plain"][n] for n in of_peer]
+            results[task]["plain_times_llama"] = interval(list(of_peer.values()), plain_there)
         for key in sides:
             total, (ratio, low, high) = whole[key], interval(seconds["plain"], seconds[key])
             reached, accepted = sum(total.reached_at), sum(total.accepted_at)
             alpha, ms = accepted / max(reached, 1), 1000 / max(total.rounds, 1)
             rest = total.verify_s + total.other_s
-            results[task]["drafts"][f"{key[0]} K={key[1]}"] = {
+            name = f"{key[0]} K={key[1]}"
+            results[task]["drafts"][name] = {
                 "times_plain": [ratio, low, high],
                 "alpha": alpha,
                 "alpha_by_position": total.conditional_acceptance,
                 "tokens_per_round": (total.output_tokens - total.completions) / max(total.rounds, 1),
+                "times_llama": interval(list(of_peer.values()), [seconds[key][n] for n in of_peer])
+                if of_peer
+                else None,
                 "rounds": total.rounds,
                 "drafts": total.drafts,
                 "ms_per_round": {"draft": ms * total.draft_s, "score": ms * total.score_s, "rest": ms * rest},
@@ -155,10 +179,11 @@ def main(
                 task,
                 Path(key[0]).name if "+" not in key[0] else "ngram+" + Path(key[0]).name,
                 str(key[1]),
-                f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+                f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+                + (f", llama.cpp {results[task]['drafts'][name]['times_llama'][0]:.2f}" if of_peer else ""),
                 f"{alpha:.3f}",
                 " ".join(f"{a:.2f}" for a in total.conditional_acceptance),
-                f"{results[task]['drafts'][f'{key[0]} K={key[1]}']['tokens_per_round']:.2f}",
+                f"{results[task]['drafts'][name]['tokens_per_round']:.2f}",
                 " / ".join(f"{ms * part:.1f}" for part in (total.draft_s, total.score_s, rest)),
             )
         table.add_section()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from paceline.checkpoints.drafts import is_draft, load_draft
+from paceline.checkpoints.drafts import is_draft, load_draft, shipped_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
@@ -108,7 +108,7 @@ class LLM:
         if not 0 <= draft_p_min < 1:
             raise ValueError(f"draft_p_min is {draft_p_min}, it must be at least 0 and below 1")
         self.draft_tokens, self.draft_p_min = draft_tokens, draft_p_min
-        self._new_proposer = self._proposers(draft, draft_tokenizer, how)
+        self._new_proposer = self._proposers(model, draft, draft_tokenizer, how)
 
     def with_draft(self, new_proposer: NewProposer, *, max_num_seqs: int | None = None) -> LLM:
         """The same target in memory, drafted for by what `new_proposer` makes: a proposer of one's own."""
@@ -255,15 +255,23 @@ class LLM:
         ]
         return _Job(prompt if isinstance(prompt, str) else None, ids, sequences, self.tokenizer)
 
+    def _best_draft(self, model: object) -> str | Path:
+        """What was measured to be best: the draft that comes with a built-in model, otherwise prompt lookup."""
+        shipped = shipped_draft(model) if isinstance(model, str) and isinstance(self.target, Decoder) else None
+        return shipped or "ngram"
+
     def _proposers(
         self,
+        model: object,
         draft: str | Path | LanguageModel | PreTrainedModel | None,
         draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
         how: _How,
     ) -> NewProposer:
         if draft is None:
             return lambda slots, capacity: NoProposer()
-        if draft in ("auto", "ngram"):
+        if draft == "auto":
+            draft = self._best_draft(model)
+        if draft == "ngram":
             return lambda slots, capacity: NgramProposer(self.target.vocab_size)
         if not isinstance(draft, (str, Path)):
             how = _How()  # it is as it is
