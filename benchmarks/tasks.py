@@ -8,9 +8,9 @@ a folder ends its drafts by `draft_p_min`.
 HumanEval's prompts are continued as they are; the others go through the chat template.
 
 Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
-speed-up is the ratio of the seconds of a task's prompts, its interval a bootstrap over prompts. Greedy texts are
-compared with plain decoding's: they must be equal. `--llama FILE.gguf` lets llama.cpp decode the same prompts plainly (as
-many tokens, whatever they are) where they fit its context. Ends in one JSON line.
+speed-up is the ratio of the seconds of a task's prompts, its interval a bootstrap over prompts. Greedy texts must equal
+those of plain decoding. `--llama FILE.gguf` lets llama.cpp decode the same prompts plainly, as many tokens (whatever
+they are), where they fit its context. Ends in one JSON line.
 """
 
 from __future__ import annotations

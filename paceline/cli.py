@@ -252,11 +252,13 @@ def info(
     as_json: JsonOption = False,
 ) -> None:
     """Describe a model without reading its weights."""
+    from paceline.checkpoints.drafts import is_draft
     from paceline.checkpoints.load import inspect as inspect_model
     from paceline.terminal import fit_rows, inspection_record, inspection_rows, rows
 
-    found = inspect_model(model)
-    fit = _fit(found, inspect_model(draft)) if draft is not None else None
+    found, fit = inspect_model(model), None
+    if draft is not None:
+        fit = _fit_trained(found, Path(draft)) if is_draft(Path(draft)) else _fit(found, inspect_model(draft))
     if as_json:
         typer.echo(json.dumps(inspection_record(found) | ({"draft": fit} if fit else {})))
         return
@@ -374,6 +376,28 @@ def _compare(
         print(json.dumps(comparison_record(speculative, plain, same_text)), flush=True)
     else:
         comparison(speculative, plain, same_text)
+
+
+def _fit_trained(target: Inspection, draft: Path) -> dict[str, Any]:
+    """Whether the draft that was trained in this folder is one for `target`."""
+    from paceline.checkpoints.drafts import describe_draft
+
+    fit: dict[str, Any] = {"name": str(draft)}
+    if target.config is None:
+        return fit | {"fits": False, "reason": "it is for a target that Paceline's own decoder runs"}
+    try:
+        kind, parameters, tokens = describe_draft(draft, target.config)
+    except ValueError as error:
+        return fit | {"fits": False, "reason": str(error)}
+    return fit | {
+        "fits": True,
+        "kind": kind,
+        "parameters": parameters,
+        "parameter_ratio": parameters / target.parameters,
+        "context": target.config.context,
+        "same_tokens": tokens is None,
+        "share": 1.0 if tokens is None else tokens / target.config.vocab_size,
+    }
 
 
 def _fit(target: Inspection, draft: Inspection) -> dict[str, Any]:

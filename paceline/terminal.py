@@ -246,7 +246,8 @@ def fit_rows(fit: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "draft", f"{fit['name']} does not fit: {fit['reason']}"
         return
     share = "the same tokens" if fit["same_tokens"] else f"{fit['share']:.1%} of the target's tokens can be proposed"
-    yield "draft", f"{fit['name']} fits: {share}"
+    kind = f", of kind {fit['kind']}" if "kind" in fit else ""
+    yield "draft", f"{fit['name']} fits{kind}: {share}"
     yield "size", f"{fit['parameters']:,} parameters, {fit['parameter_ratio']:.1%} of the target's"
     if fit["context"] is not None:
         yield "its context", f"{fit['context']:,} tokens; nothing is drafted beyond"

@@ -187,6 +187,15 @@ def read_draft(
     return tensors, ids, _shape(values)
 
 
+def describe_draft(path: Path, target: ModelConfig) -> tuple[str, int, int | None]:
+    """(kind, parameters of its own, tokens it can propose or None for all) of a draft for this target; all of it is
+    checked. ValueError as `load_draft`."""
+    with _naming(path):
+        module, values = _described(path, target)
+        tensors, ids = _read(path / "model.safetensors", module, values.get("draft_vocab_size"), target.vocab_size)
+    return str(values["kind"]), sum(tensor.numel() for tensor in tensors.values()), None if ids is None else len(ids)
+
+
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
     try:

@@ -26,7 +26,7 @@ CONFIG = ModelConfig(
     num_heads=4,
     num_kv_heads=2,
     head_dim=16,
-    layers=(Layer(rope=Rope()),) * 5,
+    layers=(Layer(rope=Rope()),) * 7,
     context=64,
     tied=True,
 )
