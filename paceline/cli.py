@@ -252,12 +252,13 @@ def info(
     as_json: JsonOption = False,
 ) -> None:
     """Describe a model without reading its weights."""
-    from paceline.checkpoints.drafts import is_draft
     from paceline.checkpoints.load import inspect as inspect_model
     from paceline.terminal import fit_rows, inspection_record, inspection_rows, rows
 
     found, fit = inspect_model(model), None
     if draft is not None:
+        from paceline.checkpoints.drafts import is_draft
+
         fit = _fit_trained(found, Path(draft)) if is_draft(Path(draft)) else _fit(found, inspect_model(draft))
     if as_json:
         typer.echo(json.dumps(inspection_record(found) | ({"draft": fit} if fit else {})))

@@ -116,7 +116,10 @@ def asked_of(llm: LLM, text: str, params: SamplingParams = GREEDY) -> Completion
 
 # ---- the interface ----
 
-MODEL = "--model --draft --draft-tokens -k --verify --dtype --quantize --kv-cache-dtype --compile --device --threads"
+MODEL = (
+    "--model --draft --draft-tokens -k --draft-p-min --verify --dtype --quantize --kv-cache-dtype --compile --device"
+    " --threads"
+)
 SAMPLING = (
     "--temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop"
     " --max-tokens --min-tokens --ignore-eos"
@@ -126,7 +129,7 @@ FROZEN = {
     "chat": f"--system {MODEL} {SAMPLING} --show-draft",
     "train": "target --prompts --out --kind --draft-vocab --layers --heads --answer-temperature --max-tokens"
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
-    " --gradient-checkpointing --seed --temperature --top-p --device --threads",
+    " --gradient-checkpointing --seed --start --temperature --top-p --device --threads",
     "export": "draft --format --out --target",
     "pull": "name",
     "info": "model --draft --json",
@@ -280,9 +283,17 @@ def test_every_model_flag_arrives(monkeypatch: pytest.MonkeyPatch, model: str, d
         real(self, *arguments, **options)
 
     monkeypatch.setattr(LLM, "__init__", spy)
-    flags = f"--model {model} --draft {draft} -k 2 --verify block --dtype bfloat16 --device cpu --threads 1"
+    flags = f"--model {model} --draft {draft} -k 2 --draft-p-min 0.25 --verify block --dtype bfloat16"
+    flags += " --device cpu --threads 1"
     run("generate", "go", *flags.split(), "--max-tokens", "2")
-    options: dict[str, Any] = {"draft_tokens": 2, "verify": "block", "dtype": "bfloat16", "device": "cpu", "threads": 1}
+    options: dict[str, Any] = {
+        "draft_tokens": 2,
+        "draft_p_min": 0.25,
+        "verify": "block",
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "threads": 1,
+    }
     others = {"quantize": None, "kv_cache_dtype": "auto", "compile": False}
     assert seen == [((model, draft), options | others)]
     run("generate", "go", "--model", model, "--draft", "none", "--quantize", "q8_0", "--max-tokens", "2")
