@@ -17,8 +17,8 @@ from paceline.proposers.base import Request, best_chance
 from paceline.sampling.distribution import Among, Distribution
 from paceline.sampling.draft import Draft
 
-READ_CHUNK = 512
-"""Positions of a long prompt that are read in one pass."""
+FEW = 16
+"""Positions that the next draft may read on its way; more are those of a prompt, and are read at once."""
 
 
 @dataclass
@@ -65,13 +65,15 @@ class FeatureProposer:
         held = self._slots[slot]
         self._cache.truncate(slot, held.read)
         held.unread.append(features_TFH)
+        if len(features_TFH) > FEW:
+            self._read(slot, tokens)
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         # The last token that is drafted is never read: k tokens fill k - 1 positions behind the committed ones.
         growing = [_Drafting(r, min(r.k, self._cache.capacity - len(r.tokens) + 2), list(r.tokens)) for r in requests]
         drafting = [g for g in growing if g.k > 0]
         if drafting:
-            chunks, given_NH = self._read(drafting)
+            chunks, given_NH = self._take(drafting)
             while chunks:
                 logits_CD, hidden_CH = self.model(chunks, given_NH, self._cache)
                 grown = [self._grow(g, logits_D[None]) for g, logits_D in zip(drafting, logits_CD, strict=True)]
@@ -81,22 +83,26 @@ class FeatureProposer:
                 chunks = [Chunk(g.request.slot, g.history[-1:]) for g in drafting]
         return [Draft(tuple(g.history[len(g.request.tokens) :]), tuple(g.probs)) for g in growing]
 
-    def _read(self, drafting: Sequence[_Drafting]) -> tuple[list[Chunk], torch.Tensor]:
-        """What the first step of each draft reads: all that was committed since the last one, but for long prompts."""
-        chunks, given = [], []
+    def _read(self, slot: int, tokens: Sequence[int]) -> None:
+        """Into the cache, all positions but the last, which is left for a draft to begin from."""
+        held = self._slots[slot]
+        features_TFH = torch.cat(held.unread)
+        end = held.read + len(features_TFH) - 1
+        chunk = Chunk(slot, tokens[held.read + 1 : end + 1])
+        self.model([chunk], self.model.project(features_TFH[:-1]), self._cache)
+        held.read, held.unread = end, [features_TFH[-1:]]
+
+    def _take(self, drafting: Sequence[_Drafting]) -> tuple[list[Chunk], torch.Tensor]:
+        """What the first step of each draft reads: all that was committed since the last one."""
+        chunks, features = [], []
         for g in drafting:
-            slot, held = g.request.slot, self._slots[g.request.slot]
+            held = self._slots[g.request.slot]
             # Behind position t stands the token t + 1, so the last position that can be read is the last but one.
-            tokens = g.request.tokens[held.read + 1 :]
-            given_TH = self.model.project(torch.cat(held.unread))
-            assert len(tokens) == len(given_TH), (len(tokens), len(given_TH))
+            chunks.append(Chunk(g.request.slot, g.request.tokens[held.read + 1 :]))
+            features += held.unread
+            assert len(chunks[-1].tokens) == sum(map(len, held.unread))
             held.read, held.unread = len(g.request.tokens) - 1, []
-            while len(tokens) > READ_CHUNK:
-                self.model([Chunk(slot, tokens[:READ_CHUNK])], given_TH[:READ_CHUNK], self._cache)
-                tokens, given_TH = tokens[READ_CHUNK:], given_TH[READ_CHUNK:]
-            chunks.append(Chunk(slot, tokens))
-            given.append(given_TH)
-        return chunks, given[0] if len(given) == 1 else torch.cat(given)
+        return chunks, self.model.project(features[0] if len(features) == 1 else torch.cat(features))
 
     def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> bool:
         """Draw one token more, unless the draft ends here."""

@@ -136,7 +136,7 @@ def test_greedy_output_is_the_targets(kind: str, verify: str, tmp_path: Path) ->
 def test_a_long_prompt_is_read_in_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     of, model, among = drafts("eagle3", tmp_path, packed=False, reduced=False)
     assert isinstance(model, FeatureDraft)
-    monkeypatch.setattr("paceline.proposers.feature.READ_CHUNK", 4)
+    monkeypatch.setattr("paceline.proposers.feature.FEW", 2)
     monkeypatch.setattr("paceline.decoding.round.READ_CHUNK", 6)
     run(of, Recomputed(model, among, 2), SamplingParams(), k=3, slots=2)
 
