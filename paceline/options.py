@@ -74,7 +74,10 @@ class ModelOptions:
     model: Annotated[str, _model("A built-in name, a folder, a .gguf file, or a hub id (org/name).")] = "smollm2-135m"
     draft: Annotated[
         str,
-        _model("Where drafted tokens come from: auto, none, ngram (prompt lookup), or a model, named as --model."),
+        _model(
+            "Where drafted tokens come from: auto, none, ngram (prompt lookup), a folder that train made, or a model,"
+            " named as --model. ngram+NAME asks prompt lookup first."
+        ),
     ] = "auto"
     draft_tokens: Annotated[
         int, _model("Tokens drafted a round at most; 0 is plain decoding.", "--draft-tokens", "-k")

@@ -16,9 +16,7 @@ from gguf.quants import quantize
 import paceline.kernels as kernels
 from paceline import LLM, SamplingParams, load
 from paceline.checkpoints import gguf_file
-from paceline.checkpoints.drafts import shipped_draft
 from paceline.checkpoints.load import Checkpoint
-from paceline.decoding.stats import Stats
 from paceline.models.decoder import Decoder
 from paceline.models.interface import Chunk
 from paceline.models.quant import Quantized
@@ -55,7 +53,6 @@ def drafts(checkpoint: Checkpoint) -> dict[str, Any]:
         "layer cut": checkpoint.model.cut((0, 1, 28, 29)),
         "ngram": "ngram",
         "bad": checkpoint.model.cut((7,)),
-        "shipped": str(shipped_draft("smollm2-135m")),
     }
 
 
@@ -87,7 +84,7 @@ def params(verify: str) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7])
-@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad", "shipped"])
+@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad"])
 def test_greedy_tokens_are_the_same_for_every_k_draft_and_batch(
     checkpoint: Checkpoint, drafts: dict[str, Any], plain: Callable[[str], list[list[int]]], name: str, k: int
 ) -> None:
@@ -104,25 +101,13 @@ def test_greedy_batches_without_a_draft_equal_single_decoding(
         assert texts(llm(checkpoint, None, max_num_seqs=slots), PROMPTS, params("token")) == plain("token")
 
 
-@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad", "shipped"])
+@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad"])
 def test_coupled_sampling_gives_the_same_text_for_every_draft(
     checkpoint: Checkpoint, drafts: dict[str, Any], plain: Callable[[str], list[list[int]]], name: str
 ) -> None:
     for k, slots in ((4, 8), (1, 3)):
         model = llm(checkpoint, drafts[name], draft_tokens=k, max_num_seqs=slots, verify="coupled")
         assert texts(model, PROMPTS, params("coupled")) == plain("coupled")
-
-
-def test_the_draft_that_comes_with_the_model_is_taken_and_is_often_right(checkpoint: Checkpoint) -> None:
-    """A draft that was broken on the way (wrong states, wrong positions) would cost time and change no text."""
-    asked = SamplingParams(temperature=0, max_tokens=48)
-    by_itself = LLM("smollm2-135m", draft_tokens=3).generate(PROMPTS, asked)
-    stats = sum((completion.stats for completion in by_itself), Stats())
-    assert stats.drafts > 0
-    assert sum(stats.accepted_at) / sum(stats.reached_at) > 0.4
-    assert [c.token_ids for c in by_itself] == texts(llm(checkpoint, None), PROMPTS, [asked] * len(PROMPTS))
-    parts = llm(checkpoint, "ngram", draft_tokens=3).generate(PROMPTS, asked)
-    assert stats.accepted != sum(completion.stats.accepted for completion in parts), "it is not prompt lookup"
 
 
 def test_a_request_with_a_seed_gives_the_same_text_alone_and_among_seven_others(checkpoint: Checkpoint) -> None:

@@ -25,7 +25,6 @@ from torch import nn
 
 import paceline.kernels as kernels
 from paceline.checkpoints.folder import read_json
-from paceline.checkpoints.resolve import BUILTINS
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Linear, pack
 from paceline.models.feature import Eagle1, Eagle3, FeatureDraft, Head, plain_layer
@@ -47,16 +46,6 @@ class TrainedDraft:
     """The draft vocabulary, ascending ids of the target's tokens; None: all of them."""
     shape: Mapping[str, Any]
     """What its kind is built from."""
-
-
-SHIPPED = Path(__file__).parent.parent / "drafts"
-"""Drafts that come with the package, a folder for each built-in model that has one."""
-
-
-def shipped_draft(name: str) -> Path | None:
-    """The draft that comes with the package for the built-in model of this name."""
-    folder = SHIPPED / name
-    return folder if name in BUILTINS and is_draft(folder) else None
 
 
 def is_draft(path: Path) -> bool:

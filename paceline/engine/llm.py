@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from paceline.checkpoints.drafts import is_draft, load_draft, shipped_draft
+from paceline.checkpoints.drafts import is_draft, load_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
@@ -29,6 +29,7 @@ from paceline.models.interface import LanguageModel
 from paceline.proposers.base import NoProposer, Proposer
 from paceline.proposers.draft_model import DraftModelProposer
 from paceline.proposers.feature import FeatureProposer
+from paceline.proposers.first import FirstOf
 from paceline.proposers.heads import HeadsProposer
 from paceline.proposers.ngram import NgramProposer
 from paceline.proposers.vocabulary import ReducedVocabulary, VocabularyMap
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
 NewProposer = Callable[[int, int], Proposer]
 """(slots, capacity in tokens) -> the proposer of one run."""
 
+AHEAD = "ngram+"
+"""Ahead of the name of a draft: prompt lookup drafts where it finds something, the draft where not."""
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 
@@ -53,8 +57,9 @@ class LLM:
     model: a built-in name ("smollm2-135m"), a folder, a .gguf file, a hub id, or a model in memory: one of ours, or
         any causal model of transformers (then with `tokenizer`).
     draft: "auto" (the best for this target), None (plain decoding), "ngram" (prompt lookup), a folder that `paceline
-        train` made for this target, or a model, given in any of the ways of `model`. A draft with another tokenizer
-        proposes the tokens that both know; a draft in memory without `draft_tokenizer` has the target's.
+        train` made for this target, or a model, given in any of the ways of `model`. "ngram+..." ahead of a name:
+        prompt lookup where it finds something, that draft elsewhere. A draft with another tokenizer proposes the tokens
+        that both know; a draft in memory without `draft_tokenizer` has the target's.
     draft_tokens: K, how many tokens a round drafts at most; 0 is plain decoding.
     draft_p_min: a draft model ends its draft before a token with which the chance that all of it is kept, as far as the
         draft can tell, would fall below this; 0 always drafts `draft_tokens`.
@@ -108,7 +113,7 @@ class LLM:
         if not 0 <= draft_p_min < 1:
             raise ValueError(f"draft_p_min is {draft_p_min}, it must be at least 0 and below 1")
         self.draft_tokens, self.draft_p_min = draft_tokens, draft_p_min
-        self._new_proposer = self._proposers(model, draft, draft_tokenizer, how)
+        self._new_proposer = self._proposers(draft, draft_tokenizer, how)
 
     def with_draft(self, new_proposer: NewProposer, *, max_num_seqs: int | None = None) -> LLM:
         """The same target in memory, drafted for by what `new_proposer` makes: a proposer of one's own."""
@@ -255,26 +260,22 @@ class LLM:
         ]
         return _Job(prompt if isinstance(prompt, str) else None, ids, sequences, self.tokenizer)
 
-    def _best_draft(self, model: object) -> str | Path:
-        """What was measured to be best: the draft that comes with a built-in model, otherwise prompt lookup."""
-        shipped = shipped_draft(model) if isinstance(model, str) and isinstance(self.target, Decoder) else None
-        return shipped or "ngram"
-
     def _proposers(
         self,
-        model: object,
         draft: str | Path | LanguageModel | PreTrainedModel | None,
         draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
         how: _How,
     ) -> NewProposer:
         if draft is None:
             return lambda slots, capacity: NoProposer()
-        if draft == "auto":
-            draft = self._best_draft(model)
-        if draft == "ngram":
+        if draft in ("auto", "ngram"):
             return lambda slots, capacity: NgramProposer(self.target.vocab_size)
         if not isinstance(draft, (str, Path)):
             how = _How()  # it is as it is
+        if isinstance(draft, str) and draft.startswith(AHEAD):
+            lookup, behind = self._proposers("ngram", None, how), draft.removeprefix(AHEAD)
+            others = self._proposers(behind, draft_tokenizer, how)
+            return lambda slots, capacity: FirstOf(lookup(slots, capacity), others(slots, capacity))
         if isinstance(draft, (str, Path)) and is_draft(Path(draft)):
             return self.new_proposer(Path(draft))
         device = str(self.target.device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoints.drafts import SHIPPED, describe_draft, is_draft, load_draft, shipped_draft
+from paceline.checkpoints.drafts import describe_draft, is_draft, load_draft
 from tests.training.test_learners import CONFIG, IDS, learner, target
 
 
@@ -149,9 +149,6 @@ def test_a_folder_is_a_draft_or_not(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     assert not is_draft(tmp_path)
     assert not is_draft(tmp_path / "nothing")
-    assert shipped_draft("nothing") is None
-    assert shipped_draft("../drafts") is None
-    assert SHIPPED.name == "drafts"
 
 
 def test_others_may_read_what_was_saved(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from paceline import LLM
 from paceline.models.feature import FeatureDraft
 from paceline.proposers.base import NoProposer, Request
 from paceline.proposers.feature import FeatureProposer
@@ -14,6 +15,7 @@ from paceline.proposers.first import FirstOf
 from paceline.proposers.ngram import NgramProposer
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
+from tests import tiny
 from tests.proposers.test_feature import CAPACITY, drafts, run
 
 
@@ -52,3 +54,15 @@ def test_hidden_states_go_to_all_of_them() -> None:
     both.begin(0)
     both.observe(0, [1, 2, 1], torch.zeros(2, 0, 4))
     assert both.features == ()
+
+
+def test_prompt_lookup_ahead_of_a_draft_model_by_name(tmp_path: Path) -> None:
+    target, draft = tiny.save(tmp_path / "target"), tiny.save(tmp_path / "draft", seed=1)
+    asked = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    prompts = ["one two three one two three one two", "a b c"]
+    (plain, *_), (lookup, *_), (both, *_) = (
+        [LLM(target, name, device="cpu").generate(prompts, asked)] for name in (None, "ngram", f"ngram+{draft}")
+    )
+    assert [c.token_ids for c in both] == [c.token_ids for c in plain] == [c.token_ids for c in lookup]
+    rounds = [sum(c.stats.drafts for c in found) for found in (lookup, both)]
+    assert rounds[0] < rounds[1], "where prompt lookup finds nothing, the model drafts"
