@@ -24,13 +24,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 import paceline.kernels as kernels
-from paceline.checkpoints.folder import read_json
+from paceline.checkpoints.folder import DRAFT, read_json
 from paceline.models.config import ModelConfig
-from paceline.models.decoder import Decoder, Linear, pack
-from paceline.models.feature import Eagle1, Eagle3, FeatureDraft, Head, plain_layer
+from paceline.models.decoder import Decoder, Embedding, Linear, pack
+from paceline.models.feature import Eagle1, Eagle3, FeatureDraft, plain_layer
 from paceline.models.heads import Heads
 
-MODEL_TYPE = "paceline_draft"
 SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers", "vocab_size")
 """Of the target. A draft made for other sizes cannot read its states or stand for its layers."""
 MOST_HEADS = 16
@@ -51,7 +50,7 @@ class TrainedDraft:
 def is_draft(path: Path) -> bool:
     """Whether this is such a folder."""
     try:
-        return read_json(path / "config.json").get("model_type") == MODEL_TYPE
+        return read_json(path / "config.json").get("model_type") == DRAFT
     except (OSError, ValueError):
         return False
 
@@ -111,31 +110,26 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def attach(
-    module: FeatureDraft | Heads | Decoder,
-    target: Decoder,
-    ids: Sequence[int] | npt.NDArray[np.int64] | None,
-    *,
-    packed: bool,
-) -> None:
-    """Give a draft the embedding of its target and a head over the draft vocabulary, in Q8_0 blocks if `packed`."""
-    head: Head
-    if ids is None:
-        head = target.embedding.head if target.head is None else target.head
-    else:
-        rows_DH = target.head_rows(torch.as_tensor(np.asarray(ids), device=target.device))
-        linear = Linear(rows_DH.shape[1], rows_DH.shape[0], bias=False, device="meta")
-        linear.weight = nn.Parameter(rows_DH.to(target.dtype), requires_grad=False)
-        if packed:
-            pack(nn.ModuleList([linear]))
-        head = linear
+def attach(module: FeatureDraft | Heads | Decoder, embedding: Embedding, head: Linear | None) -> None:
+    """Give a draft the embedding of its target and a head over the draft vocabulary; None: that of a tied target."""
     if isinstance(module, FeatureDraft):
-        module.attach(target.embedding, head)
+        module.attach(embedding, head or embedding.head)
     elif isinstance(module, Heads):
-        module.attach(head)
+        module.attach(head or embedding.head)
     else:
-        module.embedding = target.embedding
-        module.head = head if isinstance(head, Linear) else None
+        module.embedding, module.head = embedding, head
+
+
+def _head(target: Decoder, ids: npt.NDArray[np.int64] | None, *, packed: bool) -> Linear | None:
+    """The target's own head, or a new one of its rows for these tokens, in Q8_0 blocks if `packed`."""
+    if ids is None:
+        return target.head
+    rows_DH = target.head_rows(torch.as_tensor(ids, device=target.device))
+    head = Linear(rows_DH.shape[1], rows_DH.shape[0], bias=False, device="meta")
+    head.weight = nn.Parameter(rows_DH.to(target.dtype), requires_grad=False)
+    if packed:
+        pack(nn.ModuleList([head]))
+    return head
 
 
 # Reading and writing
@@ -160,7 +154,7 @@ def load_draft(path: Path, target: Decoder) -> TrainedDraft:
     packed = target.embedding.packed is not None and kernels.available()
     if packed:
         pack(module)
-    attach(module, target, ids, packed=packed)
+    attach(module, target.embedding, _head(target, ids, packed=packed))
     return TrainedDraft(kind=str(values["kind"]), module=module.eval(), ids=ids, shape=_shape(values))
 
 
@@ -255,7 +249,11 @@ def save_draft(
     ids: Sequence[int] | None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write a draft so that a reader finds the old one or the new one, whole. `shape` as for `build`."""
+    """Write a draft, each of its two files whole or not at all. `shape` as for `build`.
+
+    Between one file and the other a reader may find the numbers of the new draft under the description of the old one:
+    the same, while one draft is trained, and refused, where its kind or its sizes changed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.detach().to("cpu", dtype).contiguous().clone() for name, tensor in own_tensors(module).items()
@@ -263,7 +261,7 @@ def save_draft(
     if ids is not None:
         tensors["draft_vocab"] = torch.tensor(sorted(ids))
     values = {
-        "model_type": MODEL_TYPE,
+        "model_type": DRAFT,
         "kind": kind,
         **shape,
         "draft_vocab_size": None if ids is None else len(ids),

@@ -37,6 +37,8 @@ SIZE_LIMIT = 2**31 - 1
 LAYER_LIMIT = 1024
 DTYPES = {"F64", "F32", "F16", "BF16"}
 KINDS = ("full_attention", "sliding_attention")
+DRAFT = "paceline_draft"
+"""The model_type of a draft that was trained for a target (drafts.py): no model by itself."""
 
 
 class _NoDecoder(Exception):
@@ -76,6 +78,10 @@ class _ConfigReader:
         name, classes = outer.get("model_type"), outer.get("architectures") or []
         if not isinstance(name, str) or not isinstance(classes, list):
             raise ValueError(f"{self.file} lacks a model_type, or its architectures are no list: is it a model's?")
+        if name == DRAFT:
+            raise ValueError(
+                f"{path} holds a draft, which runs beside its target: give it as the draft, not as a model"
+            )
         self.name = WRAPPERS.get(name, name)
         family = FAMILIES.get(self.name)
         if family is None or (classes and classes[0] not in family.classes):

@@ -308,7 +308,7 @@ class LLM:
         if trained.ids is not None:
             among = Among(self.target.vocab_size, trained.ids)
         if isinstance(module, Heads):
-            return lambda slots, capacity: HeadsProposer(module, among)
+            return lambda slots, capacity: HeadsProposer(module, among, p_min=least)
         if isinstance(module, FeatureDraft):
             return lambda slots, capacity: FeatureProposer(module, among, slots=slots, capacity=capacity, p_min=least)
         vocabulary = ReducedVocabulary(among or Among(self.target.vocab_size, np.arange(self.target.vocab_size)))

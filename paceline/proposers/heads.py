@@ -10,16 +10,17 @@ from collections.abc import Sequence
 import torch
 
 from paceline.models.heads import Heads
-from paceline.proposers.base import Request
+from paceline.proposers.base import Request, best_chance
 from paceline.sampling.distribution import Among, Distribution
 from paceline.sampling.draft import Draft
 
 
 class HeadsProposer:
-    """Drafts with `model`, as many tokens as it has heads at most. `among`: the draft vocabulary."""
+    """Drafts with `model`, as many tokens as it has heads at most. `among`: the draft vocabulary; `p_min` as for
+    `FeatureProposer`."""
 
-    def __init__(self, model: Heads, among: Among | None) -> None:
-        self.model, self.among, self.features = model, among, model.features
+    def __init__(self, model: Heads, among: Among | None, *, p_min: float = 0.0) -> None:
+        self.model, self.among, self.features, self.p_min = model, among, model.features, p_min
         self._last: dict[int, torch.Tensor] = {}
 
     def begin(self, slot: int) -> None:
@@ -35,8 +36,12 @@ class HeadsProposer:
         return [self._draft(r, logits_KD) for r, logits_KD in zip(requests, logits_NKD, strict=True)]
 
     def _draft(self, request: Request, logits_KD: torch.Tensor) -> Draft:
-        history, probs = list(request.tokens), list[Distribution]()
+        history, probs, chance = list(request.tokens), list[Distribution](), 1.0
         for logits_D in logits_KD[: request.k]:
+            if self.p_min:
+                chance *= best_chance(logits_D[None])
+                if chance < self.p_min:
+                    break
             (q,) = request.sampler.distributions(logits_D[None], history, among=self.among)
             probs.append(q)
             history.append(request.sampler.propose(q, len(history), len(request.tokens)))

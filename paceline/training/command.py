@@ -6,6 +6,7 @@ matplotlib is installed, the curves.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -75,6 +76,22 @@ def train(
     Ctrl-C, when everything is kept."""
     if sum(length is not None for length in (steps, tokens, epochs)) > 1:
         raise ValueError(f"steps is {steps}, tokens is {tokens} and epochs is {epochs}: give one of them")
+    if draft_vocab < 0:
+        raise ValueError(f"draft_vocab is {draft_vocab}, it must be a number of tokens, or 0 for all of them")
+    if epochs is not None and not 0 < epochs < math.inf:
+        raise ValueError(f"epochs is {epochs}, it must be a finite number above 0")
+    # Made before the target answers, which may take hours: what cannot be trained by is said at once.
+    recipe = Recipe(
+        steps=steps,
+        tokens=1 if steps is None and tokens is None else tokens,
+        loss=loss,
+        lr=LEARNING_RATES[kind] if lr is None else lr,
+        unroll=unroll,
+        tokens_per_batch=tokens_per_batch,
+        batches_per_step=batches_per_step,
+        gradient_checkpointing=gradient_checkpointing,
+        seed=seed,
+    )
     params = SamplingParams(temperature=temperature, top_p=top_p)
     how = Answering(max_tokens=max_tokens, seed=seed)
     if answer_temperature:
@@ -97,18 +114,9 @@ def train(
         learner = begin(kind, _decoder(llm), target, ids, layers=chosen, heads=heads, seed=seed)
         if steps is None and tokens is None:
             epoch = sum(len(texts.example(index).tokens) - 1 for index in texts.train())
-            tokens = max(1, round(epoch * (3.0 if epochs is None else epochs)))
-        recipe = Recipe(
-            steps=steps,
-            tokens=tokens,
-            loss=loss,
-            lr=LEARNING_RATES[kind] if lr is None else lr,
-            unroll=unroll if learner.steps is None else learner.steps,
-            tokens_per_batch=tokens_per_batch,
-            batches_per_step=batches_per_step,
-            gradient_checkpointing=gradient_checkpointing,
-            seed=seed,
-        )
+            recipe = replace(recipe, tokens=max(1, round(epoch * (3.0 if epochs is None else epochs))))
+        if learner.steps is not None:
+            recipe = replace(recipe, unroll=learner.steps)
         if start is not None:
             learner.start(start)
         costs = _costs(learner, llm, measure, say) if measure is not None and world.first else None

@@ -1,7 +1,4 @@
-"""What a round costs here, by the number of drafted tokens: measured by the decoding loop itself, on text as it comes.
-
-Shapes: none; seconds.
-"""
+"""What a round costs here, in seconds, by the number of drafted tokens: measured by the decoding loop itself."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from paceline.training.evaluation import MAX_DRAFT, Costs
 
 PROMPT = "Explain how a bicycle keeps its balance, and write down the steps to learn riding one."
 TOKENS = 40
-"""Of each measured run. Its rounds are short where drafts are good and many where they are not."""
+"""Of each measured run."""
 REPEATS = 3
 """Runs of each K, one of every K in turn: the machine's speed drifts, and all of them shall see the same of it."""
 

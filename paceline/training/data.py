@@ -142,7 +142,6 @@ class Answering:
     """How the target answers. The temperatures take turns: prompt i has the (i mod their number)-th."""
 
     temperatures: tuple[float, ...] = (0.0, 0.8)
-    top_p: float = 1.0
     max_tokens: int = 256
     seed: int = 0
 
@@ -151,7 +150,6 @@ class Answering:
         digest = hashlib.sha256(f"{self.seed} {index}".encode()).digest()
         return SamplingParams(
             temperature=temperature,
-            top_p=self.top_p,
             max_tokens=self.max_tokens,
             seed=int.from_bytes(digest[:7], "big"),
         )
@@ -221,7 +219,6 @@ class Texts:
         settings = {
             "prompts": digest,
             "temperatures": list(self._how.temperatures),
-            "top_p": self._how.top_p,
             "max_tokens": self._how.max_tokens,
             "seed": self._how.seed,
             "captured": list(self._captured),
@@ -433,12 +430,8 @@ class Texts:
     def coverage(self, ids: Sequence[int]) -> float:
         """The part of the held-out answers' tokens that are among `ids`."""
         known = set(ids)
-        answers = [
-            t
-            for i in self.held_out() or self.train()
-            for t, m in zip(*vars(self._examples[i]).values(), strict=True)
-            if m
-        ]
+        examples = [self._examples[index] for index in self.held_out() or self.train()]
+        answers = [t for e in examples for t, trained in zip(e.tokens, e.mask, strict=True) if trained]
         return sum(token in known for token in answers) / len(answers)
 
     def cost(self) -> tuple[float, int]:

@@ -95,15 +95,10 @@ class _Learner:
         every = torch.arange(target.vocab_size, device=device) if self.ids_D is None else self.ids_D
         self.head_DH = target.head_rows(every)
         self.module = module.to(device).float()
-        attach(module, target, self._ids, packed=False)
+        # Never the target's own head, which may be packed: gradients have to pass through it.
         head = Linear(self.head_DH.shape[1], len(every), bias=False, device="meta")
         head.weight = nn.Parameter(self.head_DH, requires_grad=False)
-        if isinstance(module, FeatureDraft):
-            module.attach(target.embedding, head)
-        elif isinstance(module, Heads):
-            module.attach(head)
-        else:
-            module.head = head
+        attach(module, target.embedding, head)
         self.features: tuple[int, ...] = module.features if isinstance(module, (FeatureDraft, Heads)) else ()
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name not in ("embedding.weight", "head.weight"))
@@ -247,8 +242,6 @@ class ShallowLearner(_Learner):
 
 # Beginnings
 
-KINDS = ("eagle3", "eagle1", "heads", "shallow")
-
 
 def begin(
     kind: str,
@@ -275,7 +268,7 @@ def _eagle(kind: str) -> Callable[..., Learner]:
         shape = {"features": [depth] if kind == "eagle1" else late}
         module = build(kind, target.config, shape)
         assert isinstance(module, FeatureDraft)
-        _like_torch(module)
+        _draw(module)
         return FeatureLearner(kind, target, name, ids, shape, module)
 
     return made
@@ -328,10 +321,11 @@ _BEGINNINGS: dict[str, Callable[..., Learner]] = {
     "heads": _begin_heads,
     "shallow": _begin_shallow,
 }
+KINDS = tuple(_BEGINNINGS)
 
 
-def _like_torch(module: nn.Module) -> None:
-    """Small random matrices, as transformers begin: torch's own are too large behind unnormed states."""
+def _draw(module: nn.Module) -> None:
+    """Small random matrices, with the deviation that transformers of this size usually begin with."""
     for linear in module.modules():
         if isinstance(linear, Linear):
             nn.init.normal_(linear.weight, std=0.02)

@@ -1,8 +1,8 @@
 """How parameters move: matrices by Muon, vectors by AdamW.
 
 Muon (Jordan et al. 2024) turns a matrix's momentum into the nearest matrix whose singular values are about 1, so that a
-step moves all directions alike, those with small gradients too. Here a draft learned as much from about 0.6 times the
-tokens that AdamW took. Everything is float32: in bfloat16, which others use, it is very slow on most CPUs.
+step moves all directions alike, those with small gradients too; docs/drafts.md tells what it gained over AdamW here.
+Everything is float32: torch's own Muon computes in bfloat16, which processors without it only emulate.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.checkpoints.drafts import describe_draft, is_draft, load_draft
+from paceline.checkpoints.load import load
 from tests.training.test_learners import CONFIG, IDS, learner, target
 
 
@@ -155,3 +156,8 @@ def test_others_may_read_what_was_saved(folder: Path) -> None:
     modes = {stat.S_IMODE((folder / name).stat().st_mode) for name in ("config.json", "model.safetensors")}
     assert len(modes) == 1
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_draft_is_no_model_by_itself(folder: Path) -> None:
+    with pytest.raises(ValueError, match="give it as the draft, not as a model"):
+        load(str(folder))

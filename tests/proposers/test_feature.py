@@ -196,6 +196,26 @@ def test_a_draft_ends_before_its_chance_falls_below_the_limit(verify: str, tmp_p
         assert len(found) >= n + 1
         assert len(propose(chances[n + 1] * 1.01)) <= n + 1
         assert found.tokens == whole.tokens[: len(found)], "what is drafted does not depend on where it ends"
-    greedy = SamplingParams(temperature=0)
-    stopping = FeatureProposer(model, among, slots=2, capacity=CAPACITY, p_min=0.3)
-    assert run(of, stopping, greedy, k=5, slots=2, verify=verify) == run(of, NoProposer(), greedy, k=0, slots=1)
+    # Coupled text is a function of target and seed at any temperature, wherever drafts end.
+    for temperature in (0.0, 1.0) if verify == "coupled" else (0.0,):
+        asked = SamplingParams(temperature=temperature)
+        stopping = FeatureProposer(model, among, slots=2, capacity=CAPACITY, p_min=0.3)
+        decoded = run(of, stopping, asked, k=5, slots=2, verify=verify)
+        assert decoded == run(of, NoProposer(), asked, k=0, slots=1, verify=verify)
+
+
+def test_heads_end_a_draft_before_its_chance_falls_below_the_limit(tmp_path: Path) -> None:
+    of, model, among = drafts("heads", tmp_path, packed=False, reduced=False)
+    assert isinstance(model, Heads)
+    states = torch.randn(3, 1, of.config.hidden_size)
+    sampler = Sampler(params=SamplingParams(), rule=RULES["token"], stream=Stream(0), prompt_length=1)
+
+    def propose(p_min: float) -> Draft:
+        proposer = HeadsProposer(model, among, p_min=p_min)
+        proposer.begin(0)
+        proposer.observe(0, [1, 2, 3, 4], states)
+        return proposer.propose([Request(slot=0, tokens=[1, 2, 3, 4], k=3, sampler=sampler)])[0]
+
+    chances = [math.prod(float(q.probs.max()) for q in propose(0).probs[: n + 1]) for n in range(3)]
+    assert [len(propose(chance * 1.01)) for chance in chances] == [0, 1, 2]
+    assert [len(propose(chance * 0.99)) for chance in chances] == [1, 2, 3]

@@ -201,6 +201,26 @@ def test_two_lengths_are_one_too_many(models: dict[str, Path], prompts: Path, tm
 
 
 @pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--tokens", "0"), "tokens is 0, it must be 1 at least"),
+        (("--lr", "-1"), "lr is -1.0"),
+        (("--epochs", "-1"), "epochs is -1.0"),
+        (("--draft-vocab", "-5"), "draft_vocab is -5"),
+        (("--batches-per-step", "0"), "batches_per_step is 0"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_before_anything_is_answered(
+    models: dict[str, Path], prompts: Path, tmp_path: Path, flags: tuple[str, str], message: str
+) -> None:
+    asked = ["train", str(models["llama"]), "--prompts", str(prompts), "--out", str(tmp_path / "out"), *flags]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("text", "found"),
     [("0", 0), ("4GB", 4 * 10**9), ("1.5 MB", 1500000), ("7kB", 7000), ("12", 12), ("3T", 3 * 10**12)],
 )
