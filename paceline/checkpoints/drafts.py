@@ -33,6 +33,8 @@ from paceline.models.heads import Heads
 SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers", "vocab_size")
 """Of the target. A draft made for other sizes cannot read its states or stand for its layers."""
 MOST_HEADS = 16
+Module = FeatureDraft | Heads | Decoder
+"""What a draft is, by its kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,7 @@ class TrainedDraft:
     """A draft ready to run beside its target."""
 
     kind: str
-    module: FeatureDraft | Heads | Decoder
+    module: Module
     ids: npt.NDArray[np.int64] | None
     """The draft vocabulary, ascending ids of the target's tokens; None: all of them."""
     shape: Mapping[str, Any]
@@ -58,8 +60,8 @@ def is_draft(path: Path) -> bool:
 # The kinds
 
 
-def _feature(made: type[Eagle1] | type[Eagle3]) -> Callable[[ModelConfig, Mapping[str, Any]], nn.Module]:
-    def build(target: ModelConfig, shape: Mapping[str, Any]) -> nn.Module:
+def _feature(made: type[Eagle1] | type[Eagle3]) -> Callable[[ModelConfig, Mapping[str, Any]], Module]:
+    def build(target: ModelConfig, shape: Mapping[str, Any]) -> Module:
         features = _numbers(shape, "features", least=0, most=target.num_layers)
         if made is Eagle1 and len(features) != 1:
             raise ValueError(f"it has {len(features)} features, an EAGLE-1 draft has 1")
@@ -68,17 +70,17 @@ def _feature(made: type[Eagle1] | type[Eagle3]) -> Callable[[ModelConfig, Mappin
     return build
 
 
-def _heads(target: ModelConfig, shape: Mapping[str, Any]) -> nn.Module:
+def _heads(target: ModelConfig, shape: Mapping[str, Any]) -> Module:
     (count,) = _numbers({"heads": [shape.get("heads")]}, "heads", least=1, most=MOST_HEADS)
     return Heads(target, count)
 
 
-def _shallow(target: ModelConfig, shape: Mapping[str, Any]) -> nn.Module:
+def _shallow(target: ModelConfig, shape: Mapping[str, Any]) -> Module:
     layers = _numbers(shape, "layers", least=0, most=target.num_layers - 1)
     return Decoder(replace(target, layers=tuple(target.layers[index] for index in layers), tied=True))
 
 
-KINDS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], nn.Module]] = {
+KINDS: dict[str, Callable[[ModelConfig, Mapping[str, Any]], Module]] = {
     "eagle1": _feature(Eagle1),
     "eagle3": _feature(Eagle3),
     "heads": _heads,
@@ -95,12 +97,12 @@ def _numbers(shape: Mapping[str, Any], name: str, *, least: int, most: int) -> l
     return found
 
 
-def build(kind: str, target: ModelConfig, shape: Mapping[str, Any]) -> FeatureDraft | Heads | Decoder:
+def build(kind: str, target: ModelConfig, shape: Mapping[str, Any]) -> Module:
     """The module of a draft, with torch's own initial numbers. `shape`: `features` (eagle1, eagle3), `heads` (how many)
     or `layers` (shallow: which of the target's). ValueError for a shape that the target cannot have."""
     if kind not in KINDS:
         raise ValueError(f"its kind is {kind!r}, it must be one of {', '.join(KINDS)}")
-    return KINDS[kind](target, shape)  # type: ignore[return-value]
+    return KINDS[kind](target, shape)
 
 
 def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -110,7 +112,7 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def attach(module: FeatureDraft | Heads | Decoder, embedding: Embedding, head: Linear | None) -> None:
+def attach(module: Module, embedding: Embedding, head: Linear | None) -> None:
     """Give a draft the embedding of its target and a head over the draft vocabulary; None: that of a tied target."""
     if isinstance(module, FeatureDraft):
         module.attach(embedding, head or embedding.head)
@@ -191,7 +193,7 @@ def _shape(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in ("features", "heads", "layers")}
 
 
-def _described(path: Path, target: ModelConfig) -> tuple[FeatureDraft | Heads | Decoder, dict[str, Any]]:
+def _described(path: Path, target: ModelConfig) -> tuple[Module, dict[str, Any]]:
     """A draft as config.json tells it, without its tensors."""
     values = read_json(path / "config.json")
     sizes = values.get("target")
