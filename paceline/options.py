@@ -105,7 +105,7 @@ class ModelOptions:
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 
-    def load(self) -> LLM:
+    def load(self, *, max_num_seqs: int = 8) -> LLM:
         from paceline import terminal
         from paceline.engine.llm import LLM
 
@@ -113,7 +113,7 @@ class ModelOptions:
             terminal.note(f"loading {self.model}")
         draft = None if self.draft == "none" else self.draft
         options = {name: value for name, value in asdict(self).items() if name not in ("model", "draft")}
-        llm = LLM(self.model, draft, **options)
+        llm = LLM(self.model, draft, max_num_seqs=max_num_seqs, **options)
         for text in llm.notes:
             terminal.note(text)
         return llm
