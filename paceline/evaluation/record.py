@@ -21,9 +21,7 @@ from typing import Any
 
 import torch
 
-import paceline
-
-VERSIONS = ("torch", "numpy", "transformers", "tokenizers")
+VERSIONS = ("paceline", "torch", "numpy", "transformers", "tokenizers")
 
 
 class RunFolder:
@@ -109,7 +107,7 @@ def circumstances() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join([*called, *sys.argv[1:]]),
         "commit": _commit(),
-        "versions": {"paceline": paceline.__version__, "python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **_versions()},
         "machine": {
             "processor": _processor(),
             "processors": os.cpu_count(),
@@ -124,9 +122,7 @@ def _refuse_others(folder: Path, before: Mapping[str, Any], now: Mapping[str, An
     other = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if other:
         told = "; ".join(f"{name} was {before.get(name)!r} and is now {now.get(name)!r}" for name in other)
-        raise ValueError(
-            f"{folder} holds a run with other settings: {told}. Name another folder, or give the same again"
-        )
+        raise ValueError(f"{folder} holds a run with other settings: {told}; name another folder")
 
 
 def _versions() -> dict[str, str]:
@@ -141,7 +137,7 @@ def _versions() -> dict[str, str]:
 
 def _commit() -> str | None:
     """Of the checkout that the package lies in, with a + where files of it were changed; None outside of one."""
-    package = Path(paceline.__file__).parent
+    package = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:
         try:
@@ -150,10 +146,10 @@ def _commit() -> str | None:
             return None
         return done.stdout.strip()
 
-    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+    if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None  # an installed copy, in whatever repository its environment lies
     commit = git("rev-parse", "HEAD")
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "..")
     return None if commit is None else commit + "+" * bool(changed)
 
 

@@ -56,28 +56,23 @@ def main_table(summary: Mapping[str, Any]) -> Table:
 def notes(summary: Mapping[str, Any]) -> Iterator[str]:
     """What has to be known to read the main table, and what it says about quality."""
     for setting in summary["settings"]:
-        name = setting["name"]
-        yield (
-            f"{name}: {setting['params']}; {setting['timed_items']} of {setting['items']} items timed"
-            + (
-                f", {setting['scored_items']} scored with {setting['samples']} sample{'s' * (setting['samples'] > 1)} each"
-                if summary["metric"]
-                else ""
-            )
-            + "."
-        )
+        name, samples, timed = setting["name"], setting["samples"], setting["timed_items"]
+        said = f"{name}: {setting['params']}; {timed} of {setting['items']} items timed"
+        if summary["metric"]:
+            said += f", {setting['scored_items']} scored with {samples} sample{'s' * (samples > 1)} each"
+        yield said + "."
         for metric, found in setting["difference"].items():
             yield f"{name}, {metric}, speculative minus plain: {difference(found, metric)}."
         if setting["differing_texts"] is not None:
-            yield f"{name}: {setting['differing_texts']} of {setting['timed_items']} greedy texts differ from plain decoding's."
-        if setting["samples"] > 1:
+            yield f"{name}: {setting['differing_texts']} of {timed} greedy texts differ from plain decoding's."
+        if samples > 1:
             yield (
                 f"{name}: times are those of one completion of each item, at batch 1, plain and speculative by turns; "
-                f"the other {setting['samples'] - 1} samples ran in batches and count for quality and acceptance alone."
+                f"the other {samples - 1} samples ran in batches and count for quality and acceptance alone."
             )
     yield (
         "ms per token: seconds of decoding over tokens behind the first one, reading the prompt apart. Speed-up: plain "
-        "over speculative ms per token. Intervals: 95%, bootstrap over items (Wilson's where every item is a yes or a no)."
+        "over speculative ms per token. Intervals: 95%, bootstrap over items (Wilson's where items are a yes or a no)."
     )
     if any((summary["task"], setting["name"]) in PAPER for setting in summary["settings"]):
         yield f"The paper's rows: {PAPER_IS}; other model, other machine, beside ours for the layout and the ratios."
@@ -131,13 +126,12 @@ def circumstances(run: Mapping[str, Any]) -> Iterator[str]:
     )
     yield from notes
     for session in run["sessions"]:
-        machine = session["machine"]
+        machine, commit = session["machine"], session["commit"] or "unknown"
         versions = ", ".join(f"{name} {value}" for name, value in session["versions"].items())
-        yield (
-            f"{session['date']}: `{session['command']}` at commit {(session['commit'] or 'unknown')[:12]}"
-            f"{'+' * (session['commit'] or '').endswith('+')}; {machine['processor']}, {machine['processors']} processors, "
-            f"{machine['threads']} threads, {machine['system']}; {versions}"
-        )
+        where = f"{machine['processor']}, {machine['processors']} processors, {machine['threads']} threads"
+        if machine["accelerator"]:
+            where += f", {machine['accelerator']}"
+        yield f"{session['date']}: `{session['command']}` at commit {commit}; {where}, {machine['system']}; {versions}"
 
 
 def difference(found: Mapping[str, float] | None, metric: str) -> str:

@@ -12,7 +12,7 @@ from paceline.evaluation.record import read_lines
 from paceline.evaluation.tasks import Item, Setting, Task
 from tests import tiny
 
-WORDS = "quick brown fox jumps over lazy dog one two three def add return keeps distribution sampling".split()
+WORDS = ["quick", "brown", "fox", "jumps", "over", "lazy", "dog", "one", "two", "three", "def", "add", "return"]
 SAMPLED = Setting("sampled", SamplingParams(temperature=0.9, top_p=0.95, max_tokens=10, n=3))
 GREEDY = Setting("greedy", SamplingParams(temperature=0, max_tokens=10))
 
