@@ -39,7 +39,42 @@ SeedOption = Annotated[int, typer.Option(help="Of the items drawn, the completio
 
 def commands() -> dict[str, Callable[..., None]]:
     """By name."""
-    return {name: _task(name, about) for name, about in TASKS.items()}
+    return {name: _task(name, about) for name, about in TASKS.items()} | {"sweep": sweep}
+
+
+def sweep(
+    data: Annotated[
+        list[str], typer.Argument(metavar="TASK=FILE", help="xsum=..., humaneval=..., gsm8k=..., spec-bench=...")
+    ],
+    *,
+    out: OutOption,
+    most: Annotated[int, typer.Option(help="The largest K.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Of every completion; the end of a text is ignored.")] = 128,
+    limit: LimitOption = 40,
+    seed: SeedOption = 0,
+    model: ModelOptions,
+) -> None:
+    """What a round costs and gives for K = 0, 1, 2, ... (the paper's Figure 1), as figures and JSON.
+
+    Ctrl-C keeps what is done, and the same command goes on.
+    """
+    files = {}
+    for text in data:
+        name, equals, file = text.partition("=")
+        if not equals or name in files:
+            raise ValueError(f"{text!r} is not of the form TASK=FILE with each task once")
+        files[name] = Path(file)
+    if model.draft == "none":
+        raise ValueError("there is nothing to draft with: leave out --draft none")
+    if model.draft_tokens != ModelOptions.draft_tokens:
+        raise ValueError(f"--draft-tokens is {model.draft_tokens}, and every K is measured: give the largest as --most")
+
+    from paceline.evaluation import command
+
+    llm, record = model.load(), _record(model)
+    record.pop("draft_tokens")
+    for line in command.run_sweep(files, out, llm, record, most=most, tokens=tokens, limit=limit, seed=seed):
+        typer.echo(line)
 
 
 def _task(name: str, about: str) -> Callable[..., None]:

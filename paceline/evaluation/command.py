@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from paceline.engine.llm import LLM
-from paceline.evaluation import answers, bench, tasks
+from paceline.evaluation import answers, bench, sweep, tasks
+from paceline.evaluation.plots import figure_1, new_figure, save
 from paceline.evaluation.record import RunFolder, write_json
 from paceline.evaluation.summary import summarise
 from paceline.evaluation.tables import markdown
-from paceline.evaluation.tasks import Task
+from paceline.evaluation.tasks import Setting, Task
 
 TASKS: dict[str, Callable[[Path], Task]] = {
     "xsum": tasks.xsum,
@@ -73,6 +75,73 @@ def measured(
     if task.name == "spec-bench":
         answers.write(task, results, folder.run, out)
     return table
+
+
+def run_sweep(
+    data: Mapping[str, Path],
+    out: Path,
+    llm: LLM,
+    model: Mapping[str, Any],
+    *,
+    most: int,
+    tokens: int,
+    limit: int | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """`data`: by task, its file. Writes `sweep.json` and `figure.png` and `.svg`; returns what the fit says."""
+    if most < 1:
+        raise ValueError(f"the largest K is {most}, it must be at least 1")
+    if tokens < 2:
+        raise ValueError(f"tokens is {tokens}, it must be at least 2: the first one comes out of reading the prompt")
+    for name in data:
+        if name not in TASKS:
+            raise ValueError(f"{name!r} is no task: it must be one of {', '.join(TASKS)}")
+    loaded = [bench.chosen(TASKS[name](file), limit, seed) for name, file in data.items()]
+    files = {name: sha256(file) for name, file in data.items()}
+    return swept(loaded, out, llm, {"data": files, **model}, most=most, tokens=tokens, limit=limit, seed=seed)
+
+
+def swept(
+    given: Sequence[Task],
+    out: Path,
+    llm: LLM,
+    settings: Mapping[str, Any],
+    *,
+    most: int,
+    tokens: int,
+    limit: int | None,
+    seed: int,
+) -> list[str]:
+    """Sweep over these tasks, and draw."""
+    new_figure(1, 1)  # that it can be drawn is known before hours of measuring
+    asked = [
+        replace(task, settings=(Setting(task.settings[0].name, sweep.sweep_params(task, tokens)),)) for task in given
+    ]
+    fit = [bench.fitting(task, llm) for task in asked]
+    folder = RunFolder(
+        out,
+        {
+            "task": "sweep",
+            "most": most,
+            "tokens": tokens,
+            "limit": limit,
+            "left_out": [left_out for _, left_out in fit],
+            "seed": seed,
+            **settings,
+            "prompts": [bench.digest(task, llm) for task, _ in fit],
+            "notes": list(llm.notes),
+        },
+    )
+    for task, _ in fit:
+        sweep.measure(llm, task, folder, most=most, tokens=tokens, seed=seed, track=track)
+    lines = folder.read(sweep.LINES)
+    found = [sweep.summarise(task, lines, seed=seed) for task, _ in fit]
+    said = [line for summary in found for line in sweep.verdict(summary)]
+    write_json(
+        out / "sweep.json", {"tasks": found, "verdict": said, "predictions": sweep.PREDICTIONS, "run": folder.run}
+    )
+    save(figure_1(found), out, "figure")
+    return said
 
 
 def sha256(file: Path) -> str:
