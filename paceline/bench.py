@@ -39,7 +39,7 @@ SeedOption = Annotated[int, typer.Option(help="Of the items drawn, the completio
 
 def commands() -> dict[str, Callable[..., None]]:
     """By name."""
-    return {name: _task(name, about) for name, about in TASKS.items()} | {"sweep": sweep}
+    return {name: _task(name, about) for name, about in TASKS.items()} | {"sweep": sweep, "report": report}
 
 
 def sweep(
@@ -75,6 +75,18 @@ def sweep(
     record.pop("draft_tokens")
     for line in command.run_sweep(files, out, llm, record, most=most, tokens=tokens, limit=limit, seed=seed):
         typer.echo(line)
+
+
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="What `paceline bench` wrote.")],
+    *,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+) -> None:
+    """Make one self-contained HTML page of finished runs."""
+    from paceline.evaluation.report import page
+
+    out.write_text(page(folders), encoding="utf-8", errors="replace")
+    typer.echo(out)
 
 
 def _task(name: str, about: str) -> Callable[..., None]:

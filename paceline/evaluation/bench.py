@@ -112,7 +112,8 @@ def measure(llm: LLM, task: Task, folder: RunFolder, *, seed: int, track: Track 
             engine.generate([prompt_tokens(task.items[0], llm.tokenizer)], SamplingParams(max_tokens=8, seed=0))
     for setting, item, order in track(by_turns, f"{task.name}, timed"):
         completions = _timed(engines, setting, item, order, seed)
-        folder.append(RESULTS, {"setting": setting.name, "item": item.id, "timed": True, "completions": completions})
+        line = {"setting": setting.name, "item": item.id, "timed": True, "asked": [_asked(item), *turns(item)]}
+        folder.append(RESULTS, line | {"completions": completions})
     for setting in task.settings:
         for method, engine in engines.items():
             work = [
@@ -162,7 +163,8 @@ def _timed(
                 continue  # a conversation ends where the context does
             params = replace(setting.params, n=1, seed=seed_of(seed, setting.name, item.id, method, 0))
             (completion,) = llm.generate([prompt], params)
-            found.append(_completion(completion, method, 0, turn) | {"stats": asdict(completion.stats)})
+            kept = _completion(llm, completion, method, 0, turn)
+            found.append(kept | {"stats": asdict(completion.stats)})
             if follows is not None:
                 asked[method] = _next_turn(asked[method], completion.text, follows)
     return found
@@ -194,12 +196,17 @@ def _rest(
     for _ in track(work, f"{setting.name}, {method}, further samples"):
         index, completion = next(results)
         item, sample = work[index]
-        found = _completion(completion, method, sample, 0)
+        found = _completion(llm, completion, method, sample, 0)
         found["stats"] = {name: value for name, value in asdict(completion.stats).items() if not name.endswith("_s")}
         folder.append(RESULTS, {"setting": setting.name, "item": item.id, "timed": False, "completions": [found]})
 
 
-def _completion(completion: Completion, method: str, sample: int, turn: int) -> dict[str, Any]:
+def _asked(item: Item) -> str:
+    """What stands last in the prompt: the question, for people."""
+    return item.prompt if isinstance(item.prompt, str) else item.prompt[-1]["content"]
+
+
+def _completion(llm: LLM, completion: Completion, method: str, sample: int, turn: int) -> dict[str, Any]:
     (output,) = completion.outputs
     return {
         "method": method,
@@ -207,10 +214,23 @@ def _completion(completion: Completion, method: str, sample: int, turn: int) -> 
         "turn": turn,
         "text": output.text,
         "tokens": output.token_ids,
+        "widths": _widths(llm, completion),
         "provenance": "".join(provenance.value[0] for provenance in output.provenance),
         "finish": output.finish_reason,
         "seed": output.seed,
     }
+
+
+def _widths(llm: LLM, completion: Completion) -> list[int]:
+    """Characters of the text that became certain with each token; what a stop string cut off counts for none."""
+    (output,) = completion.outputs
+    detokenizer = llm.tokenizer.detokenizer(completion.prompt_token_ids)
+    widths, left = [], len(output.text)
+    for token in output.token_ids:
+        widths.append(min(len(detokenizer.push(token)), left))
+        left -= widths[-1]
+    widths[-1] += left
+    return widths
 
 
 def stats_of(record: dict[str, Any]) -> Stats:

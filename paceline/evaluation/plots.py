@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.evaluation.bench import METHODS
 from paceline.evaluation.sweep import PARTS, PER, expected_length
 
 if TYPE_CHECKING:
@@ -24,27 +25,32 @@ TASK_STYLES = (("#0072B2", "o", ""), ("#D55E00", "s", "///"), ("#009E73", "^", "
 def new_figure(width: float, height: float) -> Figure:
     """Raises ValueError where matplotlib is missing."""
     try:
-        import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("the figures need matplotlib: pip install 'paceline[evaluation]'") from error
-    matplotlib.rcParams["svg.fonttype"] = "none"
-    matplotlib.rcParams["svg.hashsalt"] = "paceline"  # the same figure is the same file
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Figure, folder: Path, name: str) -> None:
     """As PNG and SVG."""
     figure.savefig(folder / f"{name}.png", dpi=150)
-    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+    (folder / f"{name}.svg").write_text(_svg(figure))
 
 
-def svg(figure: Figure) -> str:
-    """The element alone, for a page."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
+def svg_element(figure: Figure) -> str:
+    """For a page: without the XML declaration."""
+    text = _svg(figure)
     return text[text.index("<svg") :]
+
+
+def _svg(figure: Figure) -> str:
+    """Text is text, and the same figure gives the same bytes."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def figure_1(tasks: Sequence[Mapping[str, Any]]) -> Figure:
@@ -123,3 +129,55 @@ def _total(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
     axes.set_title(f"Time per {PER} tokens")
     axes.set_ylabel(f"ms per {PER} tokens, reading the prompt apart")
     axes.legend(frameon=False, fontsize="small", loc="lower left")
+
+
+def comparison(settings: Sequence[Mapping[str, Any]]) -> Figure:
+    """Of a task: speculative minus plain in quality, the speed-ups, and every item's time per token with both."""
+    quality = [
+        (f"{setting['name']}, {metric}", found)
+        for setting in settings
+        for metric, found in setting["difference"].items()
+        if found
+    ]
+    speed = [(setting["name"], setting["speedup"]) for setting in settings]
+    speed += [(found["name"], found["speedup"]) for setting in settings for found in setting["groups"]]
+    panels = 2 + bool(quality)
+    figure = new_figure(5 * panels, 3.4)
+    axes = list(figure.subplots(1, panels))
+    if quality:
+        _estimates(axes[0], quality, "Quality, speculative minus plain", "difference of means (95%)", nothing=0)
+    _estimates(axes[-2], speed, "Speed-up", "plain / speculative ms per token (95%)", nothing=1)
+    _items(axes[-1], settings)
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _estimates(
+    axes: Axes, rows: Sequence[tuple[str, Mapping[str, float] | None]], title: str, label: str, *, nothing: float
+) -> None:
+    """A point with its interval in each row; the line stands where there is no difference."""
+    shown = [(name, found) for name, found in rows if found]
+    axes.axvline(nothing, color="#555555", linewidth=1)
+    for number, (_, found) in enumerate(reversed(shown)):
+        error = [[found["value"] - found["low"]], [found["high"] - found["value"]]]
+        axes.errorbar(found["value"], number, xerr=error, color=TASK_STYLES[0][0], marker="o", capsize=3)
+    axes.set_yticks(range(len(shown)), [name for name, _ in reversed(shown)])
+    axes.set_ylim(-0.7, len(shown) - 0.3)
+    axes.set_title(title)
+    axes.set_xlabel(label)
+
+
+def _items(axes: Axes, settings: Sequence[Mapping[str, Any]]) -> None:
+    most = 0.0
+    for setting, (colour, marker, _) in zip(settings, TASK_STYLES, strict=False):
+        plain, speculative = ([item[m]["ms_per_token"] for item in setting["per_item"]] for m in METHODS)
+        axes.scatter(plain, speculative, s=12, color=colour, marker=marker, alpha=0.7, lw=0, label=setting["name"])
+        most = max([most, *plain, *speculative])
+    axes.plot([0, most], [0, most], color="#555555", linewidth=1, label="equal")
+    axes.set_title("Every item: faster below the line")
+    axes.set_xlabel("plain, ms per token")
+    axes.set_ylabel("speculative, ms per token")
+    axes.set_xlim(0, 1.05 * most)
+    axes.set_ylim(0, 1.05 * most)
+    axes.legend(frameon=False, fontsize="small", loc="upper left")

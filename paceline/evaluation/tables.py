@@ -16,6 +16,11 @@ PAPER = {
 """Table 1 of arXiv 2302.01318: metric, plain and speculative (benchmark result, ms per token, speed-up)."""
 PAPER_IS = "Chinchilla 70B with a draft of 4B, K = 4, on 16 TPU v4 (arXiv 2302.01318, Table 1)"
 
+OF_PAPER = ", the paper"
+"""How the names of their rows end."""
+NAMES = {"setting", "method", "kind", "item"}
+"""Heads of columns that hold words."""
+
 Table = tuple[list[str], list[list[str]]]
 """Head and rows."""
 
@@ -49,7 +54,7 @@ def main_table(summary: Mapping[str, Any]) -> Table:
                 cells = [quality_there if name == metric else "" for name in metrics]
                 if cells and metric not in metrics:
                     cells[0] = f"{quality_there} ({metric})"
-                rows.append([f"{setting['name']}, the paper", method, *cells, ms, ratio])
+                rows.append([setting["name"] + OF_PAPER, method, *cells, ms, ratio])
     return head, rows
 
 
@@ -118,6 +123,65 @@ def acceptance_table(summary: Mapping[str, Any]) -> Table:
     return head, rows
 
 
+def item_table(setting: Mapping[str, Any]) -> Table:
+    """Scores are means over an item's completions; times are those of its first one."""
+    head = ["item"]
+    sides = ("plain", "speculative")
+    scored = any(item[side]["scores"] for item in setting["per_item"] for side in sides)
+    head += [f"score, {side}" for side in sides] if scored else []
+    head += [f"ms per token, {side}" for side in sides] + [f"tokens, {side}" for side in sides] + ["tokens a round"]
+    rows = []
+    for item in setting["per_item"]:
+        scores = [item[side]["scores"] for side in sides]
+        cells = [f"{sum(of_side) / len(of_side):.3f}" if of_side else "-" for of_side in scores] if scored else []
+        cells += [f"{item[side]['ms_per_token']:.2f}" for side in sides]
+        cells += [str(item[side]["tokens"]) for side in sides]
+        rows.append([item["item"], *cells, f"{item['speculative']['tokens_per_round']:.2f}"])
+    return head, rows
+
+
+def sweep_table(task: Mapping[str, Any]) -> Table:
+    """By K: the three panels of the figure, and what the fit predicts."""
+    head = ["K", "ms a round (95%)", "draft", "score", "verify", "other", "tokens a round (95%)", "efficiency"]
+    head += ["ms per 128 tokens: P50", "P90", "P99", "rounds that drafted", "tokens a round that drafted"]
+    head += ["formula", "over lengths", "by position"]
+    rows = []
+    for found in task["by_k"]:
+        parts = [f"{found['parts_ms'][part]:.2f}" for part in ("draft", "score", "verify", "other")]
+        times = [f"{found['ms_per_128_tokens'][q]:.0f}" for q in ("p50", "p90", "p99")]
+        predicted = found["predicted_acceptance_length"]
+        rows.append(
+            [
+                str(found["k"]),
+                estimate(found["loop_ms"], "{:.2f}"),
+                *parts,
+                estimate(found["tokens_per_round"], "{:.2f}"),
+                f"{found['efficiency']['value']:.3f}",
+                *times,
+                f"{found['drafts'] / found['rounds']:.0%}",
+                f"{found['acceptance_length']:.2f}",
+                *(f"{predicted[name]:.2f}" if predicted else "-" for name in ("formula", "lengths", "positions")),
+            ]
+        )
+    return head, rows
+
+
+def position_table(task: Mapping[str, Any]) -> Table:
+    """Both kinds of acceptance by position, and how long drafts were."""
+    head = ["K", "accepted, given all before (by position)", "accepted at all, of drafts", "drafts of 1, 2, ... tokens"]
+    rows = [
+        [
+            str(found["k"]),
+            " ".join(f"{rate:.2f}" for rate in found["conditional_acceptance"]),
+            " ".join(f"{rate:.2f}" for rate in found["marginal_acceptance"]),
+            " ".join(map(str, found["drafts_of"])),
+        ]
+        for found in task["by_k"]
+        if found["k"]
+    ]
+    return head, rows
+
+
 def circumstances(run: Mapping[str, Any]) -> Iterator[str]:
     """Model, draft, and every session: command, commit, versions, machine."""
     notes = run["settings"].get("notes", [])
@@ -169,5 +233,5 @@ def text_table(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
-    rule = ["---" if name in ("setting", "method", "kind") else "---:" for name in head]
+    rule = ["---" if name in NAMES else "---:" for name in head]
     return "\n".join(map(line, [head, rule, *rows]))
