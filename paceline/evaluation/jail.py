@@ -18,6 +18,7 @@ import struct
 import sys
 import time
 from contextlib import suppress
+from typing import Any, NoReturn
 
 PROGRAM_ID = 1000
 """The program's user and group inside."""
@@ -55,38 +56,10 @@ SYSTEMS = {
 SOCKET_FAMILIES = (1, 2, 10)
 """Unix, IPv4, IPv6: those a network namespace isolates. A virtual machine's vsock, for one, it does not."""
 
-# Runs in the program's interpreter. The token on stdin proves to the reader of the verdict pipe that the end was
-# reached; it is written by the process that started, behind the program's last statement, and nothing runs after it.
-HARNESS = """
-import builtins, os, sys, types
-
-def main(verdict, path):
-    token, pid = os.read(0, 64), os.getpid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.write(verdict, token + b"started ")
-    builtins.exit = builtins.quit = sys.exit
-    sys.argv = [path]
-    module = sys.modules["__main__"] = types.ModuleType("__main__")
-    module.__file__ = path
-    end = b"memory"
-    try:
-        with open(path, "rb") as file:
-            source = file.read()
-        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
-        end = b"passed"
-    except MemoryError:
-        pass
-    if os.getpid() == pid:
-        os.write(verdict, token + end)
-    os._exit(end != b"passed")
-
-main(int(sys.argv[1]), sys.argv[2])
-"""
-
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call(name, *arguments):
+def call(name: str, *arguments: Any) -> None:
     """A function of libc that returns -1 and sets errno when it fails."""
     words = [os.fsencode(a) if isinstance(a, str) else ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     if getattr(libc, name)(*words) < 0:
@@ -94,11 +67,11 @@ def call(name, *arguments):
         raise OSError(code, f"{name}: {os.strerror(code)}")
 
 
-def die_with_parent():
+def die_with_parent() -> None:
     call("prctl", PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
-def enter_user_namespace():
+def enter_user_namespace() -> None:
     """Become PROGRAM_ID, or for root its own root with PROGRAM_ID as somebody else, in new user and PID namespaces.
 
     The map has to be written from outside the namespace, so a helper is forked first.
@@ -120,7 +93,7 @@ def enter_user_namespace():
                         file.write(text)
             os._exit(0)
         except OSError as error:
-            os._exit(error.errno)
+            os._exit(error.errno or 1)
     try:
         call("unshare", CLONE_NEWUSER | CLONE_NEWPID)
         os.write(make, b"x")
@@ -131,20 +104,20 @@ def enter_user_namespace():
         raise OSError(code, f"uid_map: {os.strerror(code)}")
 
 
-def bind(source, target, flags):
+def bind(source: str, target: str, flags: int) -> None:
     """`source` with everything mounted below it at `target`, under these flags."""
     call("mount", source, target, None, MS_BIND | MS_REC, None)
     attributes = ctypes.create_string_buffer(struct.pack("=QQQQ", flags, 0, 0, 0))
     call("syscall", SYSTEM[1]["mount_setattr"], AT_FDCWD, target, AT_RECURSIVE, attributes, 32)
 
 
-def readable():
+def readable() -> list[str]:
     """What an interpreter needs: itself, its library, the system's shared libraries."""
     wanted = [sys.executable, *sys.path, f"{sys.base_prefix}/lib", "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
     return [path for path in (*wanted, "/etc/ld.so.cache") if os.path.exists(path)]
 
 
-def build_root(limits):
+def build_root(limits: dict[str, int]) -> None:
     """A file system of read-only folders, /dev/null, /dev/urandom and one writable folder of limited size."""
     links = {path: os.path.realpath(path) for path in readable()}
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
@@ -153,7 +126,7 @@ def build_root(limits):
     call("syscall", SYSTEM[1]["pivot_root"], "/tmp", "/tmp/outside")
     os.chdir("/")
     locked = MS_RDONLY | MS_NOSUID | MS_NODEV
-    bound = []
+    bound: list[str] = []
     for path in sorted(set(links.values())):
         if not any(path.startswith(f"{above}/") for above in bound):
             bind(f"/outside{path}", place(path, folder=os.path.isdir(f"/outside{path}")), locked)
@@ -173,7 +146,7 @@ def build_root(limits):
     os.chdir(WORK)
 
 
-def place(path, *, folder):
+def place(path: str, *, folder: bool) -> str:
     """An empty folder or file to mount on."""
     os.makedirs(path if folder else os.path.dirname(path), exist_ok=True)
     if not folder:
@@ -181,7 +154,7 @@ def place(path, *, folder):
     return path
 
 
-def limit_resources(limits):
+def limit_resources(limits: dict[str, int]) -> None:
     """Limits of each process; hard ones, so that they cannot be raised again."""
     for name, soft, hard in (
         (resource.RLIMIT_CPU, limits["cpu_seconds"], limits["cpu_seconds"] + 1),  # SIGXCPU may be ignored, SIGKILL not
@@ -195,21 +168,21 @@ def limit_resources(limits):
         resource.setrlimit(name, (soft, hard))
 
 
-def filter_system_calls():
+def filter_system_calls() -> None:
     """Installs the seccomp filter: BPF over the architecture, the number and the first argument of a system call."""
     arch, numbers, denied = SYSTEM
 
-    def instruction(code, value, *, skip=0):
+    def instruction(code: int, value: int, *, skip: int = 0) -> bytes:
         """`skip`: how many instructions to jump over where a test fails."""
         return struct.pack("=HBBI", code, 0, skip, value)
 
-    def load(offset):
+    def load(offset: int) -> bytes:
         return instruction(0x20, offset)
 
-    def answer(action, code=0):
+    def answer(action: int, code: int = 0) -> bytes:
         return instruction(0x06, action | code)
 
-    def when(test, value, block):
+    def when(test: int, value: int, block: bytes) -> bytes:
         return instruction(test, value, skip=len(block) // 8) + block
 
     same, at_least, shares_a_bit = 0x15, 0x35, 0x45
@@ -240,22 +213,22 @@ def filter_system_calls():
     call("prctl", PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0)
 
 
-def start_program(limits, token, errors, verdict):
+def start_program(request: dict[str, Any], token: int, errors: int, verdict: int) -> NoReturn:
     """Becomes the program; returns only by an OSError."""
     os.dup2(token, 0)
     os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
     os.dup2(errors, 2)
     os.set_inheritable(verdict, True)
-    limit_resources(limits)
+    limit_resources(request["limits"])
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filter_system_calls()
-    os.execve(sys.executable, ["python", "-I", "-S", "-B", "-c", HARNESS, str(verdict), PROGRAM], {})
+    os.execve(sys.executable, [sys.executable, "-I", "-S", "-B", "-c", request["harness"], str(verdict), PROGRAM], {})
 
 
-def init(request, token, errors, verdict, report):
+def init(request: dict[str, Any], token: int, errors: int, verdict: int, report: int) -> NoReturn:
     """Process 1: builds the file system, starts the program and waits for it. Never returns."""
 
-    def tell(**what):
+    def tell(**what: Any) -> NoReturn:
         os.write(report, json.dumps(what).encode())
         os._exit(0)
 
@@ -273,7 +246,7 @@ def init(request, token, errors, verdict, report):
             file.write(request["program"].encode("utf-8", "surrogatepass"))
         program = os.fork()
         if program == 0:
-            start_program(request["limits"], token, errors, verdict)
+            start_program(request, token, errors, verdict)
         while True:
             pid, status, usage = os.wait4(-1, 0)
             if pid == program:
@@ -284,22 +257,22 @@ def init(request, token, errors, verdict, report):
         os._exit(1)
 
 
-def parent_is_gone(pipe):
+def parent_is_gone(pipe: int) -> bool:
     """Whether the read end of `pipe`, which the parent alone holds, is closed."""
     poll = select.poll()
     poll.register(pipe, 0)
     return bool(poll.poll(0))
 
 
-def children(pid):
-    found = []
+def children(pid: int) -> list[int]:
+    found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{task}/children") as file:
-            found += file.read().split()
+            found += map(int, file.read().split())
     return found
 
 
-def resident(init_pid):
+def resident(init_pid: int) -> int:
     """Bytes of memory in use by all processes below init; a page that several share counts for each."""
     total, left = 0, [init_pid]
     while left:
@@ -312,7 +285,7 @@ def resident(init_pid):
     return total
 
 
-def supervise(request):
+def supervise(request: dict[str, Any]) -> dict[str, Any]:
     """Runs the program and tells what happened; whoever reads the answer judges it."""
     limits = request["limits"]
     children(os.getpid())  # refuses where the kernel does not list them
@@ -330,7 +303,7 @@ def supervise(request):
     for descriptor in (token, tell, complain, decide):
         os.close(descriptor)
 
-    stopped, tail, written = None, b"", 0
+    stopped, tail, written = "", b"", 0
     looked, open_pipes = started, [report, errors]
     while not stopped:
         ready = select.select(open_pipes, [], [], POLL_SECONDS)[0]
@@ -368,7 +341,7 @@ def supervise(request):
     }
 
 
-def main():
+def main() -> None:
     die_with_parent()
     if os.getppid() != int(sys.argv[1]):
         return

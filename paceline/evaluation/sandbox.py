@@ -1,7 +1,7 @@
 """Runs a program nobody has read, and says what became of it.
 
-What a language model wrote may loop, fork, fill the disk or read your keys. `run` gives it an interpreter of its own with
-no network, no other processes, no environment, a read-only view of the standard library and a small folder that vanishes;
+What a language model wrote may loop, fork, fill the disk or read your keys. `run` gives it an interpreter of its own
+with no network, no other processes, no environment, the standard library to read and a small folder that vanishes;
 `jail.py` does it, on Linux. Anywhere else, and where the system forbids it, `SandboxUnavailable` is raised: no program
 is ever run without. docs/sandbox.md tells what this contains and what it does not.
 """
@@ -15,7 +15,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
@@ -24,6 +24,35 @@ from typing import Any
 
 _JAIL = Path(__file__).with_name("jail.py")
 _MB = 1 << 20
+
+
+# Runs in the program's interpreter. The token on stdin, a secret of each run, comes back through the verdict's pipe
+# when the last statement is reached, from the process that started and no other, and nothing runs after it.
+_HARNESS = """
+import builtins, os, sys, types
+
+def main(verdict, path):
+    token, pid = os.read(0, 64), os.getpid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.write(verdict, token + b"started ")
+    builtins.exit = builtins.quit = sys.exit
+    sys.argv = [path]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    module.__file__ = path
+    end = b"memory"
+    try:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
+        end = b"passed"
+    except MemoryError:
+        pass
+    if os.getpid() == pid:
+        os.write(verdict, token + end)
+    os._exit(end != b"passed")
+
+main(int(sys.argv[1]), sys.argv[2])
+"""
 
 
 class SandboxUnavailable(RuntimeError):
@@ -47,8 +76,8 @@ class Limits:
     wall_seconds: float = 15
     """Of all together; longer than the CPU's, so that a busy machine fails no program that is only waiting its turn."""
     memory: int = 512 * _MB
-    """Bytes of address space of each process, and of resident memory of all together. The former is exact, the latter is
-    looked at every 20 ms: at worst a program holds `processes` times this much for that long."""
+    """Bytes of address space of each process, and of resident memory of all together. The former is exact, the latter
+    is looked at every 20 ms: at worst a program holds `processes` times this much for that long."""
     processes: int = 16
     """Processes and threads alive at once."""
     disk: int = 16 * _MB
@@ -61,7 +90,15 @@ class Limits:
     """Bytes on stderr, of which the last lines are kept. Stdout is thrown away."""
 
     def __post_init__(self) -> None:
-        least = {"memory": 64 * _MB, "disk": 65536, "files": 4, "file_size": 4096, "open_files": 8, "output": 4096}
+        least = {
+            "wall_seconds": 0.1,
+            "memory": 64 * _MB,
+            "disk": 65536,
+            "files": 4,
+            "file_size": 4096,
+            "open_files": 8,
+            "output": 4096,
+        }
         for field in fields(self):
             value, low = getattr(self, field.name), least.get(field.name, 1)
             whole = isinstance(value, int) and not isinstance(value, bool)
@@ -94,7 +131,9 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
     if size > limits.disk // 2:
         return Outcome(Verdict.FAILED, f"{size} bytes of program, of at most {limits.disk // 2}", "", 0.0)
     token = secrets.token_hex(16)
-    told = _supervised({"program": program, "limits": asdict(limits), "token": token}, limits.wall_seconds + 60)
+    told = _supervised(
+        {"program": program, "harness": _HARNESS, "token": token, "limits": asdict(limits)}, limits.wall_seconds + 60
+    )
     if "missing" in told:
         raise SandboxUnavailable(_cure(told["missing"]))
     if not told["verdict"].startswith(f"{token}started "):
@@ -107,14 +146,14 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
 
 def run_all(
     programs: Iterable[str], limits: Limits | None = None, *, workers: int | None = None
-) -> Iterator[tuple[int, Outcome]]:
+) -> Generator[tuple[int, Outcome], None, None]:
     """(index, outcome) of each program as it ends; `workers` run at once, as many as there are CPUs by default.
 
     Closing the iterator waits for those that are running and starts no more.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, it must be at least 1")
-    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
+    pool = ThreadPoolExecutor(workers or os.cpu_count())
     try:
         index = {pool.submit(run, program, limits): i for i, program in enumerate(programs)}
         for future in as_completed(index):
@@ -180,8 +219,8 @@ def _interpreter() -> str:
 
 def _cure(missing: str) -> str:
     return (
-        f"this system does not let the sandbox be built ({missing}), and generated programs are not run without: it needs "
-        "Linux 5.14 with user namespaces for this user. Try `sysctl user.max_user_namespaces` (above 0), "
-        "`kernel.unprivileged_userns_clone=1` (older Debian), `kernel.apparmor_restrict_unprivileged_userns=0` (Ubuntu); "
+        f"this system does not let the sandbox be built ({missing}), and generated programs are not run without: "
+        "it needs Linux 5.14 with user namespaces for this user. Try `sysctl user.max_user_namespaces` (above 0), "
+        "kernel.unprivileged_userns_clone=1 (older Debian) or kernel.apparmor_restrict_unprivileged_userns=0 (Ubuntu); "
         "in Docker or Podman, --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
     )
