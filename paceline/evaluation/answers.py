@@ -44,8 +44,8 @@ def _answer(item: Item, method: str, completions: Sequence[dict[str, Any]], date
         "accept_lengths": [length for of_turn in lengths for length in of_turn],
     }
     return {
-        "question_id": int(item.id),
-        "category": item.category,
+        "question_id": item.reference["question_id"],
+        "category": item.reference["category"],
         "answer_id": f"{item.id}-{method}",
         "model_id": f"paceline-{method}",
         "choices": [choice],

@@ -45,7 +45,8 @@ def chosen(task: Task, limit: int | None, seed: int) -> Task:
         return task
     if limit < 1:
         raise ValueError(f"limit is {limit}, it must be at least 1")
-    return replace(task, items=tuple(Random(seed).sample(task.items, limit)))
+    items = tuple(Random(seed).sample(task.items, limit))
+    return replace(task, items=items, title=f"{limit} of {task.title}")
 
 
 def with_samples(task: Task, n: int | None) -> Task:

@@ -18,6 +18,7 @@ from paceline.engine.llm import LLM
 from paceline.evaluation import answers, bench, sweep, tasks
 from paceline.evaluation.plots import figure_1, new_figure, save
 from paceline.evaluation.record import RunFolder, write_json
+from paceline.evaluation.sandbox import SandboxUnavailable
 from paceline.evaluation.summary import summarise
 from paceline.evaluation.tables import markdown
 from paceline.evaluation.tasks import Setting, Task
@@ -51,7 +52,7 @@ def run(
     cannot be measured, KeyboardInterrupt after Ctrl-C, when everything is kept."""
     if n is not None and n < 1:
         raise ValueError(f"n is {n}, it must be at least 1")
-    task = bench.with_samples(TASKS[name](data), n)
+    task = bench.with_samples(tasks.humaneval(data, n or 1) if name == "humaneval" else TASKS[name](data), n)
     task, left_out = bench.fitting(bench.chosen(task, limit, seed), llm)
     if left_out:
         say(f"{left_out} items are left out: their prompts leave no room in the model's context")
@@ -62,6 +63,7 @@ def measured(
     task: Task, out: Path, llm: LLM, settings: Mapping[str, Any], *, limit: int | None, seed: int, left_out: int = 0
 ) -> str:
     """Measure, score and write the tables of this task."""
+    _check_scoring(task)
     n = max(setting.params.n for setting in task.settings)
     asked = {"task": task.name, "limit": limit, "left_out": left_out, "n": n, "seed": seed, **settings}
     folder = RunFolder(out, asked | {"prompts": bench.digest(task, llm), "notes": list(llm.notes)})
@@ -142,6 +144,14 @@ def swept(
     )
     save(figure_1(found), out, "figure")
     return said
+
+
+def _check_scoring(task: Task) -> None:
+    """What scoring lacks is said before hours of answering."""
+    try:
+        task.score(task.items[0], [""])
+    except (ImportError, SandboxUnavailable) as error:
+        raise ValueError(str(error)) from error
 
 
 def sha256(file: Path) -> str:

@@ -16,8 +16,6 @@ from paceline.evaluation.tasks import Item, Setting, Task, pass_at_k
 
 PASSES = (1, 10, 100)
 """The k of pass@k, as far as there are samples."""
-MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-"""Categories that Spec-Bench reports as one."""
 
 Line = dict[str, Any]
 Metrics = dict[str, Callable[[Sequence[float]], float]]
@@ -49,11 +47,6 @@ def metrics(metric: str, n: int) -> Metrics:
     if metric.startswith("pass@"):
         return {f"pass@{k}": _passing(k) for k in PASSES if k <= n}
     return {metric: lambda scores: sum(scores) / len(scores)}
-
-
-def group(item: Item) -> str:
-    """The kind of task that an item is reported with."""
-    return "mt_bench" if item.category in MT_BENCH else item.category
 
 
 def _passing(k: int) -> Callable[[Sequence[float]], float]:
@@ -160,12 +153,9 @@ def _difference(quality: dict[str, dict[str, list[float]]], name: str, seed: int
 
 
 def _groups(items: Sequence[Item], sums: dict[str, dict[str, Stats]], seed: int) -> list[dict[str, Any]]:
-    names = list(dict.fromkeys(map(group, items)))
-    if names == [""]:
-        return []
     found = []
-    for name in sorted(names):
-        of_group = [item.id for item in items if group(item) == name]
+    for name in sorted({item.category for item in items} - {""}):
+        of_group = [item.id for item in items if item.category == name]
         plain, speculative = ([sums[method][id] for id in of_group] for method in METHODS)
         acceptance = _acceptance(sum(speculative, Stats()))
         estimate = speedup(plain, speculative, seed=seed)

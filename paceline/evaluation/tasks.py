@@ -147,8 +147,7 @@ def gsm8k(file: Path) -> Task:
 def spec_bench(file: Path) -> Task:
     """Spec-Bench's prompts by category, unscored; MT-bench's eight kinds are one, the file's own is in the reference.
 
-    `prompt` is the first turn. Whoever runs second turns too finds all of them in `reference["turns"]`, to be put behind
-    the model's own answer; the title speaks of first turns.
+    `prompt` is the first turn. `reference["turns"]` holds all of them; each further one follows the model's own answer.
     """
 
     def make(row: Mapping[str, Any], _: int) -> Item:
@@ -162,7 +161,7 @@ def spec_bench(file: Path) -> Task:
 
     items = _items(file, make, "data/spec_bench/question.jsonl of hemingkx/Spec-Bench")
     setting = Setting("greedy", SamplingParams(temperature=0.0, max_tokens=256))
-    return Task("spec-bench", f"{len(items)} Spec-Bench prompts (first turns)", "", items, (setting,))
+    return Task("spec-bench", f"{len(items)} Spec-Bench prompts", "", items, (setting,))
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

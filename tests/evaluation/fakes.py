@@ -17,11 +17,9 @@ SAMPLED = Setting("sampled", SamplingParams(temperature=0.9, top_p=0.95, max_tok
 GREEDY = Setting("greedy", SamplingParams(temperature=0, max_tokens=10))
 
 
-class Counting(Task):
-    """Scores what share of a text's letters are vowels."""
-
-    def score(self, item: Item, texts: Sequence[str]) -> list[float]:
-        return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in texts]
+def vowels(item: Item, texts: Sequence[str]) -> list[float]:
+    """The share of a text's letters that are vowels."""
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in texts]
 
 
 def task(items: int = 4, *, settings: Sequence[Setting] = (SAMPLED, GREEDY), two_turns: bool = False) -> Task:
@@ -30,9 +28,10 @@ def task(items: int = 4, *, settings: Sequence[Setting] = (SAMPLED, GREEDY), two
         words = [WORDS[(3 * number + i) % len(WORDS)] for i in range(5)]
         said = [" ".join(words * 2), "and " + words[0]] if two_turns else [" ".join(words * 2)]
         message = {"role": "user", "content": said[0]}
-        kind = ("writing", "qa")[number % 2] if two_turns else ""
-        made.append(Item(str(number), (message,), kind, {"turns": said} if two_turns else {}))
-    return Counting("counting", "A few words", "vowels", tuple(made), tuple(settings))
+        kind = ("mt_bench", "qa")[number % 2] if two_turns else ""
+        reference = {"turns": said, "category": "writing" if kind == "mt_bench" else kind, "question_id": 80 + number}
+        made.append(Item(str(number), (message,), kind, reference if two_turns else {}))
+    return Task("counting", "A few words", "vowels", tuple(made), tuple(settings), vowels)
 
 
 def tiny_llm(folder: Path, **options: Any) -> LLM:
