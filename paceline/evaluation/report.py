@@ -53,7 +53,7 @@ def _section(folder: Path) -> Iterator[str]:
         if (folder / "sweep.json").exists():
             yield from _sweep(json.loads((folder / "sweep.json").read_text()))
             return
-    except (KeyError, TypeError, IndexError, AttributeError, AssertionError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{folder} does not hold what `paceline bench` writes: {type(error).__name__} {error}"
         ) from error
