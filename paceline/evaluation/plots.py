@@ -178,7 +178,7 @@ def _items(axes: Axes, settings: Sequence[Mapping[str, Any]]) -> None:
     most = 0.0
     for setting, (colour, marker, _) in zip(settings, TASK_STYLES, strict=False):
         plain, speculative = ([item[m]["ms_per_token"] for item in setting["per_item"]] for m in METHODS)
-        axes.scatter(plain, speculative, s=12, color=colour, marker=marker, alpha=0.7, lw=0, label=setting["name"])
+        axes.scatter(plain, speculative, s=20, color=colour, marker=marker, alpha=0.7, lw=0, label=setting["name"])
         most = max([most, *plain, *speculative])
     axes.plot([0, most], [0, most], color="#555555", linewidth=1, label="equal")
     axes.set_title("Every item: faster below the line")
