@@ -134,7 +134,7 @@ def generate(
     """
     if sampling.logprobs is not None and not as_json:
         raise ValueError("--logprobs shows in JSON only: add --json")
-    if compare and (model.draft == "none" or model.draft_tokens == 0):
+    if compare and (model.draft == "none" or model.k == 0):
         raise ValueError("--compare needs a draft to compare with: leave out --draft none, and give -k at least 1")
     params = sampling.params()
     texts = _read_prompts(prompts or [], file)

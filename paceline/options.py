@@ -80,8 +80,14 @@ class ModelOptions:
         ),
     ] = "auto"
     draft_tokens: Annotated[
-        int, _model("Tokens drafted a round at most; 0 is plain decoding.", "--draft-tokens", "-k")
-    ] = 4
+        str,
+        _model(
+            "Tokens drafted a round; 0 is plain decoding. auto: what pays, chosen anew for every round.",
+            "--draft-tokens",
+            "-k",
+            metavar="K|auto",
+        ),
+    ] = "auto"
     draft_p_min: Annotated[
         float, _model("End a draft before a token that makes the chance of it all being kept lower than this.")
     ] = 0.0
@@ -105,6 +111,15 @@ class ModelOptions:
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 
+    @property
+    def k(self) -> int | Literal["auto"]:
+        if self.draft_tokens == "auto":
+            return "auto"
+        try:
+            return int(self.draft_tokens)
+        except ValueError:
+            raise ValueError(f"--draft-tokens is {self.draft_tokens!r}, it must be a number, or auto") from None
+
     def load(self) -> LLM:
         from paceline import terminal
         from paceline.engine.llm import LLM
@@ -112,10 +127,13 @@ class ModelOptions:
         if sys.stderr.isatty():
             terminal.note(f"loading {self.model}")
         draft = None if self.draft == "none" else self.draft
-        options = {name: value for name, value in asdict(self).items() if name not in ("model", "draft")}
+        options = asdict(self) | {"draft_tokens": self.k}
+        options.pop("model"), options.pop("draft")
         llm = LLM(self.model, draft, **options)
         for text in llm.notes:
             terminal.note(text)
+        if self.k == "auto" and draft is not None:
+            llm.profile(terminal.note)
         return llm
 
 
