@@ -1,4 +1,4 @@
-"""Does "auto" find the best K, and does it ever cost anything? Plain decoding, every fixed K and auto, prompt by prompt.
+"""Does "auto" find the best K, and what does it cost where nothing pays? Plain decoding, every fixed K, and auto.
 
     python benchmarks/auto.py --humaneval HumanEval.jsonl.gz --xsum xsum_test_100.jsonl --draft ngram --draft random
 
@@ -19,6 +19,8 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from paceline.evaluation.record import circumstances
+from paceline.evaluation.tasks import Task, humaneval, prompt_tokens, xsum
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -26,8 +28,6 @@ from rich.table import Table
 from paceline import LLM
 from paceline.decoding.stats import Stats
 from paceline.evaluation.intervals import bootstrap
-from paceline.evaluation.record import circumstances
-from paceline.evaluation.tasks import Task, humaneval, prompt_tokens, xsum
 from paceline.models.decoder import Decoder, pack
 from paceline.sampling.params import SamplingParams
 

@@ -116,10 +116,8 @@ def asked_of(llm: LLM, text: str, params: SamplingParams = GREEDY) -> Completion
 
 # ---- the interface ----
 
-MODEL = (
-    "--model --draft --draft-tokens -k --draft-p-min --verify --dtype --quantize --kv-cache-dtype --compile --device"
-    " --threads"
-)
+TARGET = "--model --dtype --quantize --kv-cache-dtype --compile --device --threads"
+MODEL = f"{TARGET} --draft --draft-tokens -k --draft-p-min --verify"
 SAMPLING = (
     "--temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop"
     " --max-tokens --min-tokens --ignore-eos"
@@ -127,6 +125,7 @@ SAMPLING = (
 FROZEN = {
     "generate": f"prompts --file --chat --raw --system {MODEL} {SAMPLING} --n --logprobs --show-draft --json --compare",
     "chat": f"--system {MODEL} {SAMPLING} --show-draft",
+    "tune": f"prompts {TARGET} --draft --batch {SAMPLING} --json",
     "train": "target --prompts --out --kind --draft-vocab --layers --heads --answer-temperature --max-tokens"
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
     " --gradient-checkpointing --seed --start --temperature --top-p --device --threads",

@@ -7,7 +7,7 @@ No clock runs and no drafted token is looked at, so the law of the output is unt
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,10 @@ class Control(Protocol):
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
         """What became of the draft chosen last for this slot."""
         ...
+
+
+NewControl = Callable[[Proposer], Control]
+"""What controls the drafts of one run."""
 
 
 @dataclass(frozen=True)
@@ -228,3 +232,10 @@ class Adaptive:
             return 0.0
         unread = sum(unread for _, unread in by_model)
         return self.costs.draft(max(k for k, _ in by_model), len(by_model)) + self.costs.read_s * unread
+
+
+class Everything(Adaptive):
+    """As many tokens as a round drafts at most, whatever it costs: for finding out what is accepted."""
+
+    def _allot(self, gains: list[list[float]], prospects: Sequence[Prospect | None], context: float) -> list[int]:
+        return [len(of_one) for of_one in gains]

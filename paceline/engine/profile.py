@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -64,9 +65,19 @@ class Profile:
 
 
 def profile_file(setting: Mapping[str, Any]) -> Path:
-    """`setting` is all that makes costs differ: models, formats, device, threads."""
-    digest = hashlib.sha256(json.dumps(setting, sort_keys=True).encode()).hexdigest()
-    return cache_folder() / "profiles" / f"{digest[:24]}.json"
+    """`setting` is all that makes costs differ on one machine: models, formats, device, threads."""
+    key = json.dumps({**setting, "machine": _machine()}, sort_keys=True)
+    return cache_folder() / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
+
+
+def _machine() -> str:
+    """A cache folder may be shared by several."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line for line in lines if line.startswith(("model name", "Model")))
+    except (OSError, StopIteration):
+        model = platform.processor()
+    return f"{platform.machine()} {model} {os.cpu_count()}"
 
 
 class _Wrong:
