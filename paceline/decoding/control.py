@@ -17,6 +17,8 @@ MAX_DRAFT = 8
 """Tokens that a round drafts at most where nobody asked for a number."""
 LEAST_GAIN = 1.01
 """Drafting must promise this many times the speed of plain decoding."""
+NEGLIGIBLE = 0.02
+"""A smaller chance of being kept never pays."""
 PROBING = 0.01
 """Where drafting does not pay, this share of the time is spent on finding out whether it has begun to."""
 RECENT = 0.9
@@ -170,6 +172,8 @@ class Adaptive:
     def __init__(self, proposer: Proposer, costs: Costs, pool: Pool) -> None:
         self.proposer, self.costs, self.pool = proposer, costs, pool
         self._slots: dict[int, _Slot] = {}
+        self._by_rows: dict[int, tuple[float, float]] = {}
+        self._by_k: dict[tuple[int, int], float] = {}
 
     def begin(self, slot: int) -> None:
         self._slots[slot] = _Slot()
@@ -179,17 +183,16 @@ class Adaptive:
         gains = [self._gains(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
         context = sum(len(r.tokens) for r in requests) / len(requests)
         chosen = self._allot(gains, prospects, context)
-        plain_s = self.costs.round(len(requests), context)
+        plain_s = self._round_s(len(requests), context)
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
             held.kind = ahead.kind if ahead else ""
-            if chosen[n]:
-                held.saved_s = 0.0
-                continue
-            held.saved_s += PROBING * plain_s
-            probe_s = self.costs.round(len(requests) + 1, context) - plain_s + self._drafting([(1, ahead)])
-            if ahead and held.saved_s >= probe_s:
-                chosen[n], held.saved_s = 1, 0.0
+            held.saved_s = 0.0 if chosen[n] else held.saved_s + PROBING * plain_s
+            if ahead and not chosen[n]:
+                probe_s = self._round_s(len(requests) + 1, context) - plain_s
+                probe_s += self._draft_s(1, 1) + self.costs.read_s * ahead.unread if ahead.by_model else 0.0
+                if held.saved_s >= probe_s:
+                    chosen[n], held.saved_s = 1, 0.0
         return chosen
 
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
@@ -210,28 +213,45 @@ class Adaptive:
         return [first * later**i for i in range(min(request.k, MAX_DRAFT))]
 
     def _allot(self, gains: list[list[float]], prospects: Sequence[Prospect | None], context: float) -> list[int]:
-        """A sequence's gains never rise, so the best allotment of a number of rows takes the largest gains of all."""
+        """A sequence's gains never rise, so the best allotment of a number of rows takes the largest gains of all.
+
+        Sequences draft together: the longest draft tells how many steps the model makes.
+        """
         order = sorted(((gain, n) for n, of_n in enumerate(gains) for gain in of_n), key=lambda pair: -pair[0])
-        tokens, counts = float(len(gains)), [0] * len(gains)
-        best = LEAST_GAIN * tokens / self.costs.round(len(gains), context)
-        chosen = [0] * len(gains)
-        for drafted, (gain, n) in enumerate(order, start=1):
+        tokens, rows, counts, chosen = float(len(gains)), len(gains), [0] * len(gains), [0] * len(gains)
+        best = LEAST_GAIN * tokens / self._round_s(rows, context)
+        models = longest = unread = 0
+        for gain, n in order:
+            if gain < NEGLIGIBLE:
+                break
             tokens += gain
+            rows += 1
             counts[n] += 1
-            seconds = self.costs.round(len(gains) + drafted, context) + self._drafting(
-                [(k, ahead) for k, ahead in zip(counts, prospects, strict=True) if k]
-            )
-            if tokens / seconds > best:
+            seconds, ahead = self._round_s(rows, context), prospects[n]
+            if ahead and ahead.by_model:
+                longest = max(longest, counts[n])
+                if counts[n] == 1:
+                    models += 1
+                    unread += ahead.unread
+            if models:
+                seconds += self._draft_s(longest, models) + self.costs.read_s * unread
+            if tokens > best * seconds:
                 best, chosen = tokens / seconds, [*counts]
         return chosen
 
-    def _drafting(self, drafts: Sequence[tuple[int, Prospect | None]]) -> float:
-        """Seconds; sequences draft together, so the longest draft tells the number of steps."""
-        by_model = [(k, ahead.unread) for k, ahead in drafts if ahead and ahead.by_model]
-        if not by_model:
-            return 0.0
-        unread = sum(unread for _, unread in by_model)
-        return self.costs.draft(max(k for k, _ in by_model), len(by_model)) + self.costs.read_s * unread
+    # A handful of costs are asked for in every round.
+
+    def _round_s(self, rows: int, context: float) -> float:
+        if rows not in self._by_rows:
+            short = self.costs.round(rows, 0.0)
+            self._by_rows[rows] = short, self.costs.round(rows, 1.0) - short
+        short, of_context = self._by_rows[rows]
+        return short + context * of_context
+
+    def _draft_s(self, k: int, sequences: int) -> float:
+        if (k, sequences) not in self._by_k:
+            self._by_k[k, sequences] = self.costs.draft(k, sequences)
+        return self._by_k[k, sequences]
 
 
 class Everything(Adaptive):
