@@ -10,7 +10,6 @@ import ctypes
 import errno
 import json
 import os
-import platform
 import resource
 import select
 import signal
@@ -353,5 +352,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    SYSTEM = SYSTEMS[platform.machine()]
+    SYSTEM = SYSTEMS[os.uname().machine]
     main()

@@ -32,9 +32,10 @@ _HARNESS = """
 import builtins, os, sys, types
 
 def main(verdict, path):
-    token, pid = os.read(0, 64), os.getpid()
+    write, getpid, leave = os.write, os.getpid, os._exit  # the program may replace them
+    token, pid = os.read(0, 64), getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.write(verdict, token + b"started ")
+    write(verdict, token + b"started ")
     builtins.exit = builtins.quit = sys.exit
     sys.argv = [path]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -47,9 +48,9 @@ def main(verdict, path):
         end = b"passed"
     except MemoryError:
         pass
-    if os.getpid() == pid:
-        os.write(verdict, token + end)
-    os._exit(end != b"passed")
+    if getpid() == pid:
+        write(verdict, token + end)
+    leave(end != b"passed")
 
 main(int(sys.argv[1]), sys.argv[2])
 """
@@ -175,7 +176,7 @@ def _judge(told: dict[str, Any], token: str, limits: Limits) -> tuple[Verdict, s
     if said == f"{token}memory":
         return Verdict.OUT_OF_MEMORY, f"{limits.memory >> 20} MB in one process"
     if status is None:
-        return Verdict.FAILED, "the sandbox was ended from outside"
+        return Verdict.FAILED, "the sandbox was killed"
     if status in (-signal.SIGXCPU, -signal.SIGKILL) and told["cpu_seconds"] > limits.cpu_seconds * 0.9:
         return Verdict.TIMED_OUT, f"{limits.cpu_seconds} s of CPU time"
     if said:

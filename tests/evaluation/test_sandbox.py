@@ -153,6 +153,12 @@ def test_closing_everything_changes_no_verdict() -> None:
     assert not inside("import os\nos.closerange(0, 64)").passed, "the verdict's pipe too: nothing can be said"
 
 
+def test_a_program_may_replace_what_the_harness_uses() -> None:
+    break_it = "import os\nos.write = os.getpid = os._exit = os.read = open = compile = exec = None\n"
+    assert inside(break_it).passed
+    assert not inside(break_it + "assert False").passed
+
+
 @pytest.mark.parametrize("text", ["x = '\ud800'", "x = 1\0", "def f(:", "\udcff", "x" * (9 * MB)])
 def test_what_is_no_program_fails(text: str) -> None:
     assert run(text).verdict is Verdict.FAILED
