@@ -19,10 +19,10 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-_JAIL = Path(__file__).with_name("jail.py")
+# The folder is in the path only while jail is imported (rather than run: its bytecode is cached).
+_START = "import sys; sys.path.append({!r}); import jail; del sys.path[-1]; jail.main({})"
 _MB = 1 << 20
 
 
@@ -193,7 +193,8 @@ def _supervised(request: dict[str, Any], timeout: float) -> dict[str, Any]:
             f"on {platform.machine()}: use a Linux virtual machine or container"
         )
     # A new program rather than a fork: this process may have threads that hold locks.
-    command = [_interpreter(), "-I", "-S", str(_JAIL), str(os.getpid())]
+    start = _START.format(os.path.dirname(os.path.abspath(__file__)), os.getpid())
+    command = [_interpreter(), "-I", "-S", "-c", start]
     try:
         done = subprocess.run(
             command,

@@ -668,7 +668,7 @@ def supervisors() -> list[int]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1]) if len(command) > 4 else 0
         except OSError:
             continue
-        if parent == os.getpid() and command[3].endswith(b"jail.py"):
+        if parent == os.getpid() and b"jail" in command[4]:
             found.append(int(entry.name))
     return found
 
@@ -740,7 +740,7 @@ def test_an_interpreter_that_does_not_start_is_no_verdict(monkeypatch: pytest.Mo
     text = Path(sandbox.__file__).with_name("jail.py").read_text()
     broken = tmp_path / "jail.py"
     broken.write_text(text.replace('"-I", "-S", "-B", "-c"', '"--no-such-option"'))
-    monkeypatch.setattr(sandbox, "_JAIL", broken)
+    monkeypatch.setattr(sandbox, "__file__", str(broken))
     with pytest.raises(SandboxUnavailable, match="did not start"):
         run("pass")
 
