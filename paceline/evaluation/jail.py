@@ -234,7 +234,7 @@ def init(request: dict[str, Any], token: int, errors: int, verdict: int, report:
     """Process 1: builds the file system, starts the program and waits for it. Never returns."""
 
     def tell(**what: Any) -> NoReturn:
-        os.write(report, json.dumps(what).encode())
+        os.write(report, json.dumps(what).encode() + b"\n")
         os._exit(0)
 
     try:
@@ -336,7 +336,7 @@ def supervise(request: dict[str, Any]) -> dict[str, Any]:
     with suppress(BlockingIOError):
         while data := os.read(errors, 65536):
             tail = (tail + data)[-KEPT_OUTPUT:]
-    told = json.loads(os.read(report, 4096) or "{}")
+    told = json.loads(os.read(report, 4096).partition(b"\n")[0] or "{}")  # a program that did not start tells first
     return {
         "stopped": stopped,
         "verdict": os.read(verdict, 256).decode("latin-1"),

@@ -184,7 +184,9 @@ def _judge(told: dict[str, Any], token: str, limits: Limits) -> tuple[Verdict, s
         return Verdict.FAILED, "wrote to the verdict's pipe"
     if status == 0:
         return Verdict.FAILED, "exit code 0 before its last statement"
-    return Verdict.FAILED, f"exit code {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+    if status > 0:
+        return Verdict.FAILED, f"exit code {status}"
+    return Verdict.FAILED, f"killed by {next((s.name for s in signal.Signals if s == -status), f'signal {-status}')}"
 
 
 def _supervised(request: dict[str, Any], timeout: float) -> dict[str, Any]:

@@ -300,13 +300,14 @@ def test_descriptors_run_out() -> None:
 
 
 def test_limits_cannot_be_raised_again() -> None:
-    program = """
+    program = f"""
         import resource
-        for name in ("CPU", "AS", "NPROC", "FSIZE", "NOFILE", "CORE", "MSGQUEUE"):
-            hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name}", 12))[1]
-            assert hard != resource.RLIM_INFINITY, name
+        hard = {{"CPU": 6, "AS": {512 * MB}, "NPROC": 17, "FSIZE": {8 * MB}, "NOFILE": 64, "CORE": 1, "MSGQUEUE": 0}}
+        for name, most in hard.items():
+            limit = getattr(resource, f"RLIMIT_{{name}}")
+            assert resource.getrlimit(limit)[1] == most, name
             try:
-                resource.setrlimit(getattr(resource, f"RLIMIT_{name}", 12), (hard + 1, hard + 1))
+                resource.setrlimit(limit, (most + 1, most + 1))
             except (ValueError, OSError):
                 continue
             raise AssertionError(name)
@@ -319,6 +320,11 @@ def test_limits_cannot_be_raised_again() -> None:
 def test_a_crash() -> None:
     outcome = inside("import ctypes\nctypes.string_at(0)")
     assert (outcome.verdict, outcome.detail) == (Verdict.FAILED, "killed by SIGSEGV")
+
+
+def test_every_signal_has_a_name() -> None:
+    assert inside("import os\nos.kill(os.getpid(), 11)").detail == "killed by SIGSEGV"
+    assert inside("import os\nos.kill(os.getpid(), 40)").detail == "killed by signal 40"
 
 
 def test_endless_recursion() -> None:
@@ -688,6 +694,10 @@ def test_calls_of_another_architecture() -> None:
         raise SystemExit(0 if pid > 0 else 7)
         """
     assert inside(program).detail == "killed by SIGSYS"
+    x32 = "import ctypes\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+    x32 += "x = libc.syscall(0x40000000 | 39)\nraise SystemExit(ctypes.get_errno() if x < 0 else 0)"
+    assert inside(x32).detail == "exit code 1", "refused by us, not unknown to the kernel"
+    assert outside(x32).returncode != 1
     if outside(program).returncode:
         pytest.skip("this kernel runs no 32-bit calls")
 
