@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from paceline import __version__
+from paceline.bench import bench
+from paceline.bench import commands as bench_commands
 from paceline.options import (
     AnswerOptions,
     CompareOption,
@@ -54,6 +56,9 @@ app = typer.Typer(
 )
 
 
+app.add_typer(bench)
+
+
 def main() -> None:
     # Read when torch is imported. OpenMP's threads wait for each other busily, by default so long that other processes
     # which want the same processors can make a pass many times slower; this bounds the wait (benchmarks/contention.py).
@@ -64,8 +69,8 @@ def main() -> None:
     app()
 
 
-def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Make a function a command of `app`: its parameters, and the fields of those that are dataclasses, are the flags.
+def command(function: Callable[..., None], *, group: typer.Typer = app, name: str | None = None) -> Callable[..., None]:
+    """Make a function a command: its parameters, and the fields of those that are dataclasses, are the flags.
 
     What people can cause ends in one line on stderr and exit code 2, Ctrl-C in 130.
     """
@@ -85,7 +90,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(130) from interrupt
 
-    app.command()(run)
+    group.command(name)(run)
     return function
 
 
@@ -475,3 +480,7 @@ def _fit(target: Inspection, draft: Inspection) -> dict[str, Any]:
     except ValueError as error:
         return fit | {"fits": False, "reason": str(error)}
     return fit | {"fits": True, "same_tokens": vocabulary.identical, "share": vocabulary.share}
+
+
+for name, function in bench_commands().items():
+    command(function, group=bench, name=name)

@@ -88,8 +88,8 @@ class TargetOptions:
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 
-    def load(self) -> LLM:
-        return self._loaded(None)
+    def load(self, *, max_num_seqs: int = 8) -> LLM:
+        return self._loaded(None, max_num_seqs=max_num_seqs)
 
     def _loaded(self, draft: str | None, **more: Any) -> LLM:
         from paceline import terminal
@@ -141,11 +141,12 @@ class ModelOptions(TargetOptions):
         except ValueError:
             raise ValueError(f"--draft-tokens is {self.draft_tokens!r}, it must be a number, or auto") from None
 
-    def load(self) -> LLM:
+    def load(self, *, max_num_seqs: int = 8) -> LLM:
         from paceline.terminal import note
 
         draft, k = None if self.draft == "none" else self.draft, self.k
-        llm = self._loaded(draft, draft_tokens=k, draft_p_min=self.draft_p_min, verify=self.verify)
+        more = {"draft_tokens": k, "draft_p_min": self.draft_p_min, "verify": self.verify}
+        llm = self._loaded(draft, max_num_seqs=max_num_seqs, **more)
         if k == "auto" and draft is not None:
             llm.profile(note)
         return llm

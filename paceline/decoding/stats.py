@@ -26,6 +26,8 @@ class Stats:
     reached_at: list[int] = field(default_factory=list)
     """By position in the draft: how often it was drafted and everything before it accepted."""
     accepted_at: list[int] = field(default_factory=list)
+    drafts_of: list[int] = field(default_factory=list)
+    """By length: how many drafts had just so many tokens, beginning with those of one."""
     prefill_s: float = 0.0
     """Rounds that read the prompt; the first token comes out of the last of them."""
     draft_s: float = 0.0
@@ -43,6 +45,8 @@ class Stats:
         missing = [0] * (drafted - len(self.reached_at))
         self.reached_at += missing
         self.accepted_at += missing
+        self.drafts_of += missing
+        self.drafts_of[drafted - 1] += 1
         for i in range(min(accepted + 1, drafted)):
             self.reached_at[i] += 1
             self.accepted_at[i] += i < accepted

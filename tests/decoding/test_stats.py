@@ -30,6 +30,8 @@ def test_conditional_and_marginal_rates_of_a_hand_made_example() -> None:
     assert stats.marginal_acceptance == [4 / 5, 3 / 5, 1 / 5, 1 / 5]
     assert stats.acceptance_rate == 9 / 17
     assert stats.acceptance_length == 1 + 9 / 5
+    assert stats.drafts_of == [0, 1, 1, 3]
+    assert sum(stats.drafts_of) == stats.drafts
     assert sum(stats.accepted_at) == stats.accepted
     assert 1 + sum(stats.marginal_acceptance) == pytest.approx(stats.acceptance_length)
 
