@@ -19,6 +19,8 @@ LEAST_GAIN = 1.01
 """Drafting must promise this many times the speed of plain decoding."""
 NEGLIGIBLE = 0.02
 """A smaller chance of being kept never pays."""
+HORIZON = 100
+"""Rounds that a sequence is expected to go on for, unless it has room for fewer tokens."""
 PROBING = 0.01
 """Where drafting does not pay, this share of the time is spent on finding out whether it has begun to."""
 RECENT = 0.9
@@ -182,7 +184,7 @@ class Adaptive:
         prospects = self.proposer.prospects(requests)
         gains = [self._gains(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
         context = sum(len(r.tokens) for r in requests) / len(requests)
-        chosen = self._allot(gains, prospects, context)
+        chosen = self._allot(gains, prospects, context, [min(r.k, HORIZON) for r in requests])
         plain_s = self._round_s(len(requests), context)
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
@@ -212,15 +214,23 @@ class Adaptive:
         first, later = own.rates(self._of_all(ahead.kind).rates(), OF_POOL)
         return [first * later**i for i in range(min(request.k, MAX_DRAFT))]
 
-    def _allot(self, gains: list[list[float]], prospects: Sequence[Prospect | None], context: float) -> list[int]:
+    def _allot(
+        self,
+        gains: list[list[float]],
+        prospects: Sequence[Prospect | None],
+        context: float,
+        shares: Sequence[int],
+    ) -> list[int]:
         """A sequence's gains never rise, so the best allotment of a number of rows takes the largest gains of all.
 
-        Sequences draft together: the longest draft tells how many steps the model makes.
+        Sequences draft together: the longest draft tells how many steps the model makes. What it has to read first
+        serves the rounds to come as well, so one of so many `shares` of it counts.
         """
         order = sorted(((gain, n) for n, of_n in enumerate(gains) for gain in of_n), key=lambda pair: -pair[0])
         tokens, rows, counts, chosen = float(len(gains)), len(gains), [0] * len(gains), [0] * len(gains)
         best = LEAST_GAIN * tokens / self._round_s(rows, context)
-        models = longest = unread = 0
+        models = longest = 0
+        reading_s = 0.0
         for gain, n in order:
             if gain < NEGLIGIBLE:
                 break
@@ -232,9 +242,9 @@ class Adaptive:
                 longest = max(longest, counts[n])
                 if counts[n] == 1:
                     models += 1
-                    unread += ahead.unread
+                    reading_s += self.costs.read_s * ahead.unread / shares[n]
             if models:
-                seconds += self._draft_s(longest, models) + self.costs.read_s * unread
+                seconds += self._draft_s(longest, models) + reading_s
             if tokens > best * seconds:
                 best, chosen = tokens / seconds, [*counts]
         return chosen
@@ -257,5 +267,11 @@ class Adaptive:
 class Everything(Adaptive):
     """As many tokens as a round drafts at most, whatever it costs: for finding out what is accepted."""
 
-    def _allot(self, gains: list[list[float]], prospects: Sequence[Prospect | None], context: float) -> list[int]:
+    def _allot(
+        self,
+        gains: list[list[float]],
+        prospects: Sequence[Prospect | None],
+        context: float,
+        shares: Sequence[int],
+    ) -> list[int]:
         return [len(of_one) for of_one in gains]

@@ -121,7 +121,9 @@ def test_drafting_costs_count() -> None:
     assert control(costs(0.1), rates, by_model=True).choose(requests())[0] > 0
     assert control(costs(0.1, draft_s=1.0), rates, by_model=True).choose(requests()) == [0]
     assert control(costs(0.1, draft_s=1.0), rates, by_model=False).choose(requests())[0] > 0, "lookup is free"
-    assert control(costs(0.1, read_s=0.1), rates, by_model=True, unread=50).choose(requests()) == [0]
+    unread = control(costs(0.1, read_s=0.01), rates, by_model=True, unread=500)
+    assert unread.choose(requests(k=4)) == [0], "a prompt is not read for four tokens"
+    assert unread.choose(requests(k=400))[0] > 0, "but for four hundred"
     assert control(costs(0.01, context_s=1e-3), rates).choose(requests(length=10))[0] > 0
     assert control(costs(0.01, context_s=1e-1), rates).choose(requests(length=5000)) == [0], "rows meet the context"
 
