@@ -111,7 +111,7 @@ def _task(name: str, about: str) -> Callable[..., None]:
 
 
 def _load(model: ModelOptions, batch: int) -> Any:
-    if model.draft == "none" or model.draft_tokens == 0:
+    if model.draft == "none" or model.k == 0:
         raise ValueError("there is nothing to compare: leave out --draft none, and give -k at least 1")
     return model.load(max_num_seqs=batch)
 

@@ -31,7 +31,9 @@ from paceline.options import (
     ModelOptions,
     ShowDraftOption,
     SystemOption,
+    TargetOptions,
     TrainingOptions,
+    TunedOptions,
     flattened,
     size,
 )
@@ -139,7 +141,7 @@ def generate(
     """
     if sampling.logprobs is not None and not as_json:
         raise ValueError("--logprobs shows in JSON only: add --json")
-    if compare and (model.draft == "none" or model.draft_tokens == 0):
+    if compare and (model.draft == "none" or model.k == 0):
         raise ValueError("--compare needs a draft to compare with: leave out --draft none, and give -k at least 1")
     params = sampling.params()
     texts = _read_prompts(prompts or [], file)
@@ -190,6 +192,54 @@ def chat(
     params = sampling.params()
     conversation = Conversation(model.load(), params, Screen(show_draft=show_draft), _system(system))
     conversation.run()
+
+
+@command
+def tune(
+    prompts: Annotated[
+        Path | None,
+        typer.Argument(
+            help='Prompts like yours: one {"prompt": ...} a line of a .jsonl.', show_default="a few of all kinds"
+        ),
+    ] = None,
+    *,
+    target: TargetOptions,
+    draft: Annotated[
+        list[str] | None,
+        typer.Option(help="One to be judged, named as for generate; may be repeated.", show_default="ngram"),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(help="Predict for so many sequences at once; may be repeated.", show_default="1, 2, 4, 8"),
+    ] = None,
+    sampling: TunedOptions,
+    as_json: JsonOption = False,
+) -> None:
+    """Does speculation pay here? Measure costs and acceptance, say so, and keep them for generate and chat.
+
+    What is kept belongs to this model, draft, format, device and number of threads; "-k auto" then chooses by it.
+    """
+    from paceline.evaluation.prompts import PROMPTS
+    from paceline.evaluation.tune import tune as measured
+    from paceline.terminal import advice_table, note, tracked
+
+    if batch and min(batch) < 1:
+        raise ValueError(f"--batch is {min(batch)}, it must be at least 1")
+    params = sampling.params()
+    texts = _read_prompts([], prompts) if prompts else list(PROMPTS)
+    llm = target.load()
+    chat = llm.tokenizer.chat_template is not None
+    asked = [
+        llm.tokenizer.encode_chat([_message("user", text)]) if chat else llm.tokenizer.encode(text) for text in texts
+    ]
+    with tracked() as track:
+        for advice in measured(llm, draft or ["ngram"], asked, params, batches=batch or [1, 2, 4, 8], track=track):
+            if as_json:
+                print(json.dumps(advice.record()), flush=True)
+            else:
+                advice_table(advice)
+    if not as_json:
+        note("generate and chat use what was measured wherever K is auto")
 
 
 @command

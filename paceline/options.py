@@ -55,7 +55,7 @@ def _in(panel: str) -> Callable[..., Any]:
     return lambda help, *names, **more: typer.Option(*names, help=help, rich_help_panel=panel, **more)
 
 
-_model, _sampling, _output = _in("Model"), _in("Sampling"), _in("Output")
+_model, _drafting, _sampling, _output = _in("Model"), _in("Drafting"), _in("Sampling"), _in("Output")
 _draft, _answers, _training, _measured = _in("Draft"), _in("Answers"), _in("Training"), _in("Evaluation")
 
 
@@ -68,27 +68,10 @@ def size(text: str) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """What runs, and how it is sped up."""
+class TargetOptions:
+    """What runs."""
 
     model: Annotated[str, _model("A built-in name, a folder, a .gguf file, or a hub id (org/name).")] = "smollm2-135m"
-    draft: Annotated[
-        str,
-        _model(
-            "Where drafted tokens come from: auto, none, ngram (prompt lookup), a folder that train made, or a model,"
-            " named as --model. ngram+NAME asks prompt lookup first."
-        ),
-    ] = "auto"
-    draft_tokens: Annotated[
-        int, _model("Tokens drafted a round at most; 0 is plain decoding.", "--draft-tokens", "-k")
-    ] = 4
-    draft_p_min: Annotated[
-        float, _model("End a draft before a token that makes the chance of it all being kept lower than this.")
-    ] = 0.0
-    verify: Annotated[
-        Literal["token", "block", "coupled"],
-        _model("Verification rule. coupled: the text depends on model and seed alone, whatever the draft."),
-    ] = "token"
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         _model("What the weights are held in; auto keeps the file's formats, where the device can multiply them."),
@@ -106,16 +89,66 @@ class ModelOptions:
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
 
     def load(self, *, max_num_seqs: int = 8) -> LLM:
+        return self._loaded(None, max_num_seqs=max_num_seqs)
+
+    def _loaded(self, draft: str | None, **more: Any) -> LLM:
         from paceline import terminal
         from paceline.engine.llm import LLM
 
         if sys.stderr.isatty():
             terminal.note(f"loading {self.model}")
-        draft = None if self.draft == "none" else self.draft
-        options = {name: value for name, value in asdict(self).items() if name not in ("model", "draft")}
-        llm = LLM(self.model, draft, max_num_seqs=max_num_seqs, **options)
+        names = [field.name for field in fields(TargetOptions) if field.name != "model"]
+        llm = LLM(self.model, draft, **{name: getattr(self, name) for name in names}, **more)
         for text in llm.notes:
             terminal.note(text)
+        return llm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(TargetOptions):
+    """What runs, and how it is sped up."""
+
+    draft: Annotated[
+        str,
+        _drafting(
+            "Where drafted tokens come from: auto, none, ngram (prompt lookup), a folder that train made, or a model,"
+            " named as --model. ngram+NAME asks prompt lookup first."
+        ),
+    ] = "auto"
+    draft_tokens: Annotated[
+        str,
+        _drafting(
+            "Tokens drafted a round; 0 is plain decoding. auto: what pays, chosen anew for every round.",
+            "--draft-tokens",
+            "-k",
+            metavar="K|auto",
+        ),
+    ] = "auto"
+    draft_p_min: Annotated[
+        float, _drafting("End a draft before a token that makes the chance of it all being kept lower than this.")
+    ] = 0.0
+    verify: Annotated[
+        Literal["token", "block", "coupled"],
+        _drafting("Verification rule. coupled: the text depends on model and seed alone, whatever the draft."),
+    ] = "token"
+
+    @property
+    def k(self) -> int | Literal["auto"]:
+        if self.draft_tokens == "auto":
+            return "auto"
+        try:
+            return int(self.draft_tokens)
+        except ValueError:
+            raise ValueError(f"--draft-tokens is {self.draft_tokens!r}, it must be a number, or auto") from None
+
+    def load(self, *, max_num_seqs: int = 8) -> LLM:
+        from paceline.terminal import note
+
+        draft, k = None if self.draft == "none" else self.draft, self.k
+        more = {"draft_tokens": k, "draft_p_min": self.draft_p_min, "verify": self.verify}
+        llm = self._loaded(draft, max_num_seqs=max_num_seqs, **more)
+        if k == "auto" and draft is not None:
+            llm.profile(note)
         return llm
 
 
@@ -151,6 +184,11 @@ class CompletionOptions(SamplingOptions):
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions(SamplingOptions):
     max_tokens: Annotated[int, _sampling("Longest answer.")] = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedOptions(SamplingOptions):
+    max_tokens: Annotated[int, _sampling("Longest answer.")] = 96
 
 
 @dataclass(frozen=True, kw_only=True)

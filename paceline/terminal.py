@@ -6,7 +6,8 @@ Formats what others counted; generates nothing and reads no files. Results go to
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.checkpoints.tokenizer import Tokenizer
     from paceline.decoding.stats import Stats
     from paceline.engine.outputs import Completion, CompletionOutput
+    from paceline.evaluation.tune import Advice
 
 Piece = tuple[str, str]
 """(where it came from, text)."""
@@ -269,3 +271,34 @@ def _spelled(tokenizer: Tokenizer, id: int) -> str:
 
 def _stderr() -> Console:
     return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def tracked() -> Iterator[Callable[[int, str], Callable[[], None]]]:
+    """Parts of a long work, each with a bar of its own on stderr while it lasts."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = _stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+
+        def track(total: int, what: str) -> Callable[[], None]:
+            task = bar.add_task(what, total=total)
+            return lambda: bar.advance(task)
+
+        yield track
+
+
+def advice_table(advice: Advice) -> None:
+    """What `paceline tune` found of one draft: predictions by K and number of sequences, then the answer in words."""
+    from paceline.evaluation.tune import words
+
+    table = Table("sequences at once", *(f"K={k}" for k in range(1, len(advice.predictions[1]))))
+    table.title = f"{advice.draft}: times the speed of plain decoding, predicted from measured costs and acceptance"
+    for batch, by_k in advice.predictions.items():
+        best, _ = advice.best(batch)
+        table.add_row(str(batch), *(f"[bold]{x:.2f}[/]" if k == best else f"{x:.2f}" for k, x in enumerate(by_k) if k))
+    console = Console()
+    console.print(table)
+    for sentence in words(advice):
+        console.print(sentence, markup=False, highlight=False)

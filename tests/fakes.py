@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from paceline.decoding.control import Control
 from paceline.decoding.generate import generate
 from paceline.decoding.round import Batch
 from paceline.decoding.sequence import Sequence as Generated
@@ -130,8 +131,8 @@ def decode(
     target: TableModel,
     jobs: Sequence[Job],
     *,
-    draft: TableModel | str | None = None,
-    k: int = 4,
+    draft: TableModel | Proposer | str | None = None,
+    k: int | Control = 4,
     verify: str = "token",
     slots: int = 8,
     eos: frozenset[int] = frozenset(),
@@ -142,6 +143,8 @@ def decode(
     proposer: Proposer = NoProposer()
     if draft == "ngram":
         proposer = NgramProposer(target.vocab_size, shortest=1)
+    elif draft is not None and not isinstance(draft, (TableModel, str)):
+        proposer = draft
     elif isinstance(draft, TableModel):
         tokens = [(False, bytes([i])) for i in range(target.vocab_size)]
         vocabulary = VocabularyMap(

@@ -116,10 +116,8 @@ def asked_of(llm: LLM, text: str, params: SamplingParams = GREEDY) -> Completion
 
 # ---- the interface ----
 
-MODEL = (
-    "--model --draft --draft-tokens -k --draft-p-min --verify --dtype --quantize --kv-cache-dtype --compile --device"
-    " --threads"
-)
+TARGET = "--model --dtype --quantize --kv-cache-dtype --compile --device --threads"
+MODEL = f"{TARGET} --draft --draft-tokens -k --draft-p-min --verify"
 SAMPLING = (
     "--temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop"
     " --max-tokens --min-tokens --ignore-eos"
@@ -127,6 +125,7 @@ SAMPLING = (
 FROZEN = {
     "generate": f"prompts --file --chat --raw --system {MODEL} {SAMPLING} --n --logprobs --show-draft --json --compare",
     "chat": f"--system {MODEL} {SAMPLING} --show-draft",
+    "tune": f"prompts {TARGET} --draft --batch {SAMPLING} --json",
     "train": "target --prompts --out --kind --draft-vocab --layers --heads --answer-temperature --max-tokens"
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
     " --gradient-checkpointing --seed --start --temperature --top-p --device --threads",
@@ -311,11 +310,11 @@ HEADS = {"one": "one", "two...": "two\nlines"}
 
 
 def test_compare_measures_both_and_checks_the_text(model: str, draft: str) -> None:
-    result = run("generate", "go", "--model", model, "--draft", draft, "--compare", *ASKED)
+    result = run("generate", "go", "--model", model, "--draft", draft, "--compare", "-k", "4", *ASKED)
     assert re.search(r"plain +│ +24 │ +[\d.]+ │ +1.00 │", result.stdout)
     assert re.search(r"speculative +│ +24 │", result.stdout)
     assert "times the speed of plain decoding; the two texts are equal" in result.stdout
-    sampled = ["go", "on", "--model", model, "--draft", draft, "--compare", "--max-tokens", "12", "--n", "2"]
+    sampled = ["go", "on", "--model", model, "--draft", draft, "-k4", "--compare", "--max-tokens", "12", "--n", "2"]
     *_, last = records(*sampled)
     assert last["comparison"]["same_text"] is None
     assert last["comparison"]["plain"]["drafted"] == 0 < last["comparison"]["speculative"]["drafted"]
@@ -364,7 +363,8 @@ def test_piped_text_is_the_models_own(capsys: pytest.CaptureFixture[str]) -> Non
 def test_show_draft_changes_nothing_but_the_colours(model: str, llm: LLM, several: bool) -> None:
     prompts = ["go", "faster"] if several else ["go"]
     environment = {"FORCE_COLOR": "1", "TERM": "xterm", "NO_COLOR": None}
-    result = run("generate", *prompts, "--model", model, "--draft", model, "--show-draft", *ASKED, env=environment)
+    drafting = ["--draft", model, "-k", "4", "--show-draft"]
+    result = run("generate", *prompts, "--model", model, *drafting, *ASKED, env=environment)
     text = asked_of(llm, "go").text
     assert "\x1b[30;42m" in result.stdout
     assert text.translate({27: 0xFFFD}) in ANSI.sub("", result.stdout)

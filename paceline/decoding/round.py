@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from paceline.decoding.control import Control, Fixed
 from paceline.decoding.sequence import Provenance, Sequence, TokenLogprobs
 from paceline.models.interface import Chunk, LanguageModel
 from paceline.proposers.base import Proposer, Request
@@ -51,12 +52,14 @@ class Batch:
     """Sequences that run together on one target with one proposer. They enter and leave between rounds.
 
     `capacity` is the longest sequence, in tokens, that a slot can hold. `proposer` serves the same slots.
+    `draft_tokens` is K, or what chooses it anew for every sequence and round.
     """
 
     def __init__(
-        self, target: LanguageModel, proposer: Proposer, *, draft_tokens: int, slots: int, capacity: int
+        self, target: LanguageModel, proposer: Proposer, *, draft_tokens: int | Control, slots: int, capacity: int
     ) -> None:
-        self.target, self.proposer, self.draft_tokens = target, proposer, draft_tokens
+        self.target, self.proposer = target, proposer
+        self.control: Control = Fixed(draft_tokens) if isinstance(draft_tokens, int) else draft_tokens
         self.running: list[Sequence] = []
         self._cache = target.new_cache(slots, capacity)
         self._free = list(range(slots))
@@ -70,6 +73,7 @@ class Batch:
         sequence.slot = self._free.pop()
         self._cache.truncate(sequence.slot, 0)
         self.proposer.begin(sequence.slot)
+        self.control.begin(sequence.slot)
         self.running.append(sequence)
 
     @torch.inference_mode()
@@ -124,12 +128,15 @@ class Batch:
         for turn in turns:
             sequence = turn.sequence
             # A round gives one token more than it drafts, and may not give more than the sequence can take.
-            k = min(self.draft_tokens, sequence.limit - len(sequence.tokens) - 1)
-            if k > 0 and not turn.reads_prompt:
+            room = sequence.limit - len(sequence.tokens) - 1
+            if room > 0 and not turn.reads_prompt:
                 drafting.append(turn)
-                requests.append(Request(slot=sequence.slot, tokens=sequence.tokens, k=k, sampler=sequence.sampler))
+                requests.append(Request(slot=sequence.slot, tokens=sequence.tokens, k=room, sampler=sequence.sampler))
         if requests:
-            for turn, draft in zip(drafting, self.proposer.propose(requests), strict=True):
+            chosen = self.control.choose(requests)
+            asked = [(turn, replace(r, k=k)) for turn, r, k in zip(drafting, requests, chosen, strict=True) if k]
+            drafts = self.proposer.propose([request for _, request in asked]) if asked else []
+            for (turn, _), draft in zip(asked, drafts, strict=True):
                 turn.draft = draft
 
     def _verify(self, turn: _Turn, logits_OV: torch.Tensor) -> list[tuple[int, Provenance, TokenLogprobs | None]]:
@@ -174,6 +181,7 @@ class Batch:
                 break
         if not turn.reads_prompt:
             sequence.stats.count_round(len(turn.draft), accepted)
+            self.control.learn(sequence.slot, len(turn.draft), accepted)
         read = self._cache.length(sequence.slot)
         stands = min(read, len(sequence.tokens) - 1)
         self._cache.truncate(sequence.slot, stands)

@@ -18,9 +18,11 @@ from paceline.checkpoints.drafts import is_draft, load_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
+from paceline.decoding.control import Adaptive, Control, Costs, NewControl, Pool, pool
 from paceline.decoding.generate import generate
 from paceline.decoding.round import Batch
 from paceline.engine.outputs import Completion, CompletionOutput, Logprob, StreamChunk
+from paceline.engine.profile import Profile, measure, profile_file
 from paceline.models.adapter import TransformersModel
 from paceline.models.decoder import Decoder
 from paceline.models.feature import FeatureDraft
@@ -60,7 +62,11 @@ class LLM:
         train` made for this target, or a model, given in any of the ways of `model`. "ngram+..." ahead of a name:
         prompt lookup where it finds something, that draft elsewhere. A draft with another tokenizer proposes the tokens
         that both know; a draft in memory without `draft_tokenizer` has the target's.
-    draft_tokens: K, how many tokens a round drafts at most; 0 is plain decoding.
+    draft_tokens: K, how many tokens a round drafts; 0 is plain decoding. "auto" chooses K for every sequence and round
+        by what a round costs on this machine and what the sequence kept of its drafts so far, 0 included. The costs are
+        those that `paceline tune` measured, or are measured before the first draft (a second or so) and kept in the
+        cache folder. Greedy and coupled texts are the same whatever K; other seeded texts repeat with the same K. A
+        function that makes a `Control` for a proposer chooses in a way of one's own.
     draft_p_min: a draft model ends its draft before a token with which the chance that all of it is kept, as far as the
         draft can tell, would fall below this; 0 always drafts `draft_tokens`.
     verify: "token" (the paper's rule), "block" (at least as many tokens a round), "coupled" (the text depends on target
@@ -84,7 +90,7 @@ class LLM:
         model: str | Path | LanguageModel | PreTrainedModel,
         draft: str | Path | LanguageModel | PreTrainedModel | None = "auto",
         *,
-        draft_tokens: int = 4,
+        draft_tokens: int | Literal["auto"] | NewControl = "auto",
         draft_p_min: float = 0.0,
         verify: Literal["token", "block", "coupled"] = "token",
         dtype: str = "auto",
@@ -97,9 +103,12 @@ class LLM:
         tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
         draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None = None,
     ) -> None:
-        for name, value, least in (("draft_tokens", draft_tokens, 0), ("max_num_seqs", max_num_seqs, 1)):
-            if value < least:
-                raise ValueError(f"{name} is {value}, it must be at least {least}")
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}, it must be at least 1")
+        if draft_tokens != "auto" and (
+            isinstance(draft_tokens, str) or (isinstance(draft_tokens, int) and draft_tokens < 0)
+        ):
+            raise ValueError(f"draft_tokens is {draft_tokens}, it must be at least 0, or auto")
         if verify not in RULES:
             raise ValueError(f"verify is {verify!r}, it must be one of {', '.join(RULES)}")
         if threads is not None:
@@ -112,15 +121,42 @@ class LLM:
         self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, how)
         if not 0 <= draft_p_min < 1:
             raise ValueError(f"draft_p_min is {draft_p_min}, it must be at least 0 and below 1")
-        self.draft_tokens, self.draft_p_min = draft_tokens, draft_p_min
+        self.draft_tokens: int | Literal["auto"] | NewControl = draft_tokens
+        self.draft_p_min = draft_p_min
+        self._how, self._name = how, model if isinstance(model, (str, Path)) else None
+        self._setting = self._settled(draft)
         self._new_proposer = self._proposers(draft, draft_tokenizer, how)
+        self._profile: Profile | None = None
+        self._pool: Pool = {}
 
-    def with_draft(self, new_proposer: NewProposer, *, max_num_seqs: int | None = None) -> LLM:
-        """The same target in memory, drafted for by what `new_proposer` makes: a proposer of one's own."""
+    def with_draft(self, draft: str | Path | NewProposer | None, *, max_num_seqs: int | None = None) -> LLM:
+        """The same target in memory with another draft, by name, or what makes a proposer of one's own."""
         other = copy.copy(self)
-        other._new_proposer = new_proposer
+        if draft is None or isinstance(draft, (str, Path)):
+            other._setting, other._new_proposer = self._settled(draft), other._proposers(draft, None, self._how)
+        else:
+            other._setting, other._new_proposer = None, draft
+        other._profile, other._pool = None, {}
         other._max_num_seqs = max_num_seqs or self._max_num_seqs
         return other
+
+    def _settled(self, draft: Any) -> dict[str, Any] | None:
+        """All that costs depend on; None where a model has no name to find them by."""
+        if self._name is None or not (draft is None or isinstance(draft, (str, Path))):
+            return None
+
+        def named(given: str | Path) -> str:
+            ahead, name = (AHEAD, str(given)[len(AHEAD) :]) if str(given).startswith(AHEAD) else ("", str(given))
+            return ahead + (str(Path(name).resolve()) if Path(name).exists() else name)
+
+        return {
+            "model": named(self._name),
+            "draft": None if draft is None else named("ngram" if draft == "auto" else draft),
+            **asdict(self._how),
+            "device": str(self.target.device),
+            "threads": torch.get_num_threads(),
+            "draft_p_min": self.draft_p_min,
+        }
 
     def generate(
         self,
@@ -206,13 +242,42 @@ class LLM:
         slots = max(1, min(self._max_num_seqs, len(sequences)))
         # The last token of a sequence is never processed.
         capacity = max((sequence.limit for sequence in sequences), default=2) - 1
-        return Batch(
-            self.target,
-            self._new_proposer(slots, capacity),
-            draft_tokens=self.draft_tokens,
-            slots=slots,
-            capacity=capacity,
-        )
+        proposer = self._new_proposer(slots, capacity)
+        control: int | Control = 0
+        if not isinstance(proposer, NoProposer):
+            k = self.draft_tokens
+            if k == "auto":
+                control = Adaptive(proposer, self.profile().costs, self._pool)
+            else:
+                control = k if isinstance(k, int) else k(proposer)
+        return Batch(self.target, proposer, draft_tokens=control, slots=slots, capacity=capacity)
+
+    @property
+    def profile_file(self) -> Path | None:
+        """Where the profile of this model, draft, format and machine is kept; None where they have no names."""
+        return profile_file(self._setting) if self._setting else None
+
+    def profile(self, say: Callable[[str], None] = lambda text: None) -> Profile:
+        """What rounds cost here: as `paceline tune` found, or as measured now, which takes a moment, and kept."""
+        if self._profile is None:
+            file = self.profile_file
+            found = Profile.load(file) if file else None
+            if found is None:
+                say("measuring what a round costs on this machine, once")
+                found = Profile(self.measure())
+                if file:
+                    found.save(file)
+            self.use(found)
+        assert self._profile is not None
+        return self._profile
+
+    def measure(self, **how: Any) -> Costs:
+        """What rounds cost here with up to `max_num_seqs` sequences at once; `how` is of `engine.profile.measure`."""
+        return measure(self.target, self._new_proposer, slots=self._max_num_seqs, **how)
+
+    def use(self, profile: Profile) -> None:
+        """Choose K by this profile from now on."""
+        self._profile, self._pool = profile, pool(profile.acceptance)
 
     def _jobs(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None) -> list[_Job]:
         if params is None:

@@ -1,16 +1,17 @@
-"""The far side of the sandbox: a script that `sandbox.py` starts as `python -I -S jail.py` for each program.
+"""The far side of the sandbox, which `sandbox.py` starts in an interpreter of its own for each program.
 
-Three processes. The supervisor (this script) makes a user and a PID namespace and watches time, memory and output from
+Three processes. The supervisor (`main`) makes a user and a PID namespace and watches time, memory and output from
 outside. Init, process 1 of the PID namespace, builds a file system and starts the program; once it ends, however it
 ends, the kernel kills all that is left in there. The program is a fresh interpreter without privileges.
 Reads a request as JSON on stdin and writes what happened as JSON on stdout; judges nothing, imports nothing of ours.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import json
 import os
-import platform
 import resource
 import select
 import signal
@@ -18,7 +19,10 @@ import struct
 import sys
 import time
 from contextlib import suppress
-from typing import Any, NoReturn
+
+TYPE_CHECKING = False  # as typing's, which takes longer to import than the rest
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 PROGRAM_ID = 1000
 """The program's user and group inside."""
@@ -53,6 +57,8 @@ SYSTEMS = {
         (279, 447, 194, 186, 190, 217, 218, 219, 117, 270, 271, 438, 97, 268, 280, 241, 282, 425, 426, 427),
     ),
 }
+ARCHITECTURE, SYSTEM_CALLS, DENIED = SYSTEMS[os.uname().machine]
+
 SOCKET_FAMILIES = (1, 2, 10)
 """Unix, IPv4, IPv6: those a network namespace isolates. A virtual machine's vsock, for one, it does not."""
 
@@ -108,7 +114,7 @@ def bind(source: str, target: str, flags: int) -> None:
     """`source` with everything mounted below it at `target`, under these flags."""
     call("mount", source, target, None, MS_BIND | MS_REC, None)
     attributes = ctypes.create_string_buffer(struct.pack("=QQQQ", flags, 0, 0, 0))
-    call("syscall", SYSTEM[1]["mount_setattr"], AT_FDCWD, target, AT_RECURSIVE, attributes, 32)
+    call("syscall", SYSTEM_CALLS["mount_setattr"], AT_FDCWD, target, AT_RECURSIVE, attributes, 32)
 
 
 def readable() -> list[str]:
@@ -123,7 +129,7 @@ def build_root(limits: dict[str, int]) -> None:
     call("mount", None, "/", None, MS_REC | MS_PRIVATE, None)
     call("mount", "tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.mkdir("/tmp/outside")
-    call("syscall", SYSTEM[1]["pivot_root"], "/tmp", "/tmp/outside")
+    call("syscall", SYSTEM_CALLS["pivot_root"], "/tmp", "/tmp/outside")
     os.chdir("/")
     locked = MS_RDONLY | MS_NOSUID | MS_NODEV
     bound: list[str] = []
@@ -140,7 +146,7 @@ def build_root(limits: dict[str, int]) -> None:
     os.rmdir("/outside")
     os.mkdir(WORK)
     attributes = ctypes.create_string_buffer(struct.pack("=QQQQ", locked, 0, 0, 0))
-    call("syscall", SYSTEM[1]["mount_setattr"], AT_FDCWD, "/", 0, attributes, 32)
+    call("syscall", SYSTEM_CALLS["mount_setattr"], AT_FDCWD, "/", 0, attributes, 32)
     options = f"size={limits['disk']},nr_inodes={limits['files']},mode=700,uid={PROGRAM_ID},gid={PROGRAM_ID}"
     call("mount", "tmpfs", WORK, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
     os.chdir(WORK)
@@ -170,7 +176,6 @@ def limit_resources(limits: dict[str, int]) -> None:
 
 def filter_system_calls() -> None:
     """Installs the seccomp filter: BPF over the architecture, the number and the first argument of a system call."""
-    arch, numbers, denied = SYSTEM
 
     def instruction(code: int, value: int, *, skip: int = 0) -> bytes:
         """`skip`: how many instructions to jump over where a test fails."""
@@ -191,16 +196,16 @@ def filter_system_calls() -> None:
     skip_one = instruction(0x05, 1)
     program = b"".join(
         [
-            load(4) + when(same, arch, skip_one) + answer(kill),
+            load(4) + when(same, ARCHITECTURE, skip_one) + answer(kill),
             load(0),
             when(at_least, 0x40000000, refuse),  # the x32 calls, or another architecture's number
-            *(when(same, number, refuse) for number in denied),
+            *(when(same, number, refuse) for number in DENIED),
             # Its flags are out of reach in memory; libc falls back to clone.
-            when(same, numbers["clone3"], answer(fail, errno.ENOSYS)),
-            when(same, numbers["clone"], load(16) + when(shares_a_bit, CLONE_NEW_ANY, refuse) + answer(allow)),
+            when(same, SYSTEM_CALLS["clone3"], answer(fail, errno.ENOSYS)),
+            when(same, SYSTEM_CALLS["clone"], load(16) + when(shares_a_bit, CLONE_NEW_ANY, refuse) + answer(allow)),
             when(
                 same,
-                numbers["socket"],
+                SYSTEM_CALLS["socket"],
                 load(16)
                 + b"".join(when(same, family, answer(allow)) for family in SOCKET_FAMILIES)
                 + answer(fail, errno.EAFNOSUPPORT),
@@ -229,7 +234,7 @@ def init(request: dict[str, Any], token: int, errors: int, verdict: int, report:
     """Process 1: builds the file system, starts the program and waits for it. Never returns."""
 
     def tell(**what: Any) -> NoReturn:
-        os.write(report, json.dumps(what).encode())
+        os.write(report, json.dumps(what).encode() + b"\n")
         os._exit(0)
 
     try:
@@ -331,7 +336,7 @@ def supervise(request: dict[str, Any]) -> dict[str, Any]:
     with suppress(BlockingIOError):
         while data := os.read(errors, 65536):
             tail = (tail + data)[-KEPT_OUTPUT:]
-    told = json.loads(os.read(report, 4096) or "{}")
+    told = json.loads(os.read(report, 4096).partition(b"\n")[0] or "{}")  # a program that did not start tells first
     return {
         "stopped": stopped,
         "verdict": os.read(verdict, 256).decode("latin-1"),
@@ -341,17 +346,13 @@ def supervise(request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
+def main(parent: int) -> None:
+    """Answers the request on stdin, unless `parent` has died already."""
     die_with_parent()
-    if os.getppid() != int(sys.argv[1]):
+    if os.getppid() != parent:
         return
     try:
         answer = supervise(json.load(sys.stdin))
     except OSError as error:
         answer = {"missing": str(error)}
     print(json.dumps(answer))
-
-
-if __name__ == "__main__":
-    SYSTEM = SYSTEMS[platform.machine()]
-    main()

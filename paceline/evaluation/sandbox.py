@@ -19,10 +19,10 @@ from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
-_JAIL = Path(__file__).with_name("jail.py")
+# The folder is in the path only while jail is imported (rather than run: its bytecode is cached).
+_START = "import sys; sys.path.append({!r}); import jail; del sys.path[-1]; jail.main({})"
 _MB = 1 << 20
 
 
@@ -32,9 +32,10 @@ _HARNESS = """
 import builtins, os, sys, types
 
 def main(verdict, path):
-    token, pid = os.read(0, 64), os.getpid()
+    write, getpid, leave = os.write, os.getpid, os._exit  # the program may replace them
+    token, pid = os.read(0, 64), getpid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.write(verdict, token + b"started ")
+    write(verdict, token + b"started ")
     builtins.exit = builtins.quit = sys.exit
     sys.argv = [path]
     module = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -47,9 +48,9 @@ def main(verdict, path):
         end = b"passed"
     except MemoryError:
         pass
-    if os.getpid() == pid:
-        os.write(verdict, token + end)
-    os._exit(end != b"passed")
+    if getpid() == pid:
+        write(verdict, token + end)
+    leave(end != b"passed")
 
 main(int(sys.argv[1]), sys.argv[2])
 """
@@ -175,14 +176,17 @@ def _judge(told: dict[str, Any], token: str, limits: Limits) -> tuple[Verdict, s
     if said == f"{token}memory":
         return Verdict.OUT_OF_MEMORY, f"{limits.memory >> 20} MB in one process"
     if status is None:
-        return Verdict.FAILED, "the sandbox was ended from outside"
-    if status in (-signal.SIGXCPU, -signal.SIGKILL) and told["cpu_seconds"] > limits.cpu_seconds * 0.9:
+        return Verdict.FAILED, "the sandbox was killed"
+    # What the kernel counts for the limit and what it reports differ a little.
+    if status == -signal.SIGXCPU or (status == -signal.SIGKILL and told["cpu_seconds"] > limits.cpu_seconds / 2):
         return Verdict.TIMED_OUT, f"{limits.cpu_seconds} s of CPU time"
     if said:
         return Verdict.FAILED, "wrote to the verdict's pipe"
     if status == 0:
         return Verdict.FAILED, "exit code 0 before its last statement"
-    return Verdict.FAILED, f"exit code {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+    if status > 0:
+        return Verdict.FAILED, f"exit code {status}"
+    return Verdict.FAILED, f"killed by {next((s.name for s in signal.Signals if s == -status), f'signal {-status}')}"
 
 
 def _supervised(request: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -192,7 +196,8 @@ def _supervised(request: dict[str, Any], timeout: float) -> dict[str, Any]:
             f"on {platform.machine()}: use a Linux virtual machine or container"
         )
     # A new program rather than a fork: this process may have threads that hold locks.
-    command = [_interpreter(), "-I", "-S", str(_JAIL), str(os.getpid())]
+    start = _START.format(os.path.dirname(os.path.abspath(__file__)), os.getpid())
+    command = [_interpreter(), "-I", "-S", "-c", start]
     try:
         done = subprocess.run(
             command,

@@ -24,13 +24,13 @@ from paceline.sampling.params import SamplingParams
 Message = Mapping[str, str]
 
 EXAMPLE = (
-    "The bridge over the Lenne at Hagenau will stay closed until the spring, the council said on Tuesday. Engineers who "
-    "went down to inspect the middle pier in August found that the river had washed out more than two metres of gravel "
-    "from under it. Lorries had been banned since June, when a driver reported that the railing was no longer straight. "
-    "Pedestrians and cyclists can use the footbridge by the old mill; cars have to go round by Altdorf, which takes "
-    "about twenty minutes. Shopkeepers on the east bank fear for their Christmas trade and have asked for a free bus. The "
-    'repair is expected to cost 1.4 million euros. "Nobody likes this, but nobody would like the alternative either," '
-    "said the mayor, Ines Kolb.",
+    "The bridge over the Lenne at Hagenau will stay closed until the spring, the council said on Tuesday. Engineers "
+    "who went down to inspect the middle pier in August found that the river had washed out more than two metres of "
+    "gravel from under it. Lorries had been banned since June, when a driver reported that the railing was no "
+    "longer straight. Pedestrians and cyclists can use the footbridge by the old mill; cars have to go round by "
+    "Altdorf, which takes about twenty minutes. Shopkeepers on the east bank fear for their Christmas trade and "
+    "have asked for a free bus. The repair is expected to cost 1.4 million euros. “Nobody likes this, but nobody "
+    "would like the alternative either,” said the mayor, Ines Kolb.",
     "A bridge at Hagenau is to remain shut until spring after engineers found that the river had hollowed out the "
     "ground under one of its piers.",
 )
@@ -147,7 +147,8 @@ def gsm8k(file: Path) -> Task:
 def spec_bench(file: Path) -> Task:
     """Spec-Bench's prompts by category, unscored; MT-bench's eight kinds are one, the file's own is in the reference.
 
-    `prompt` is the first turn. `reference["turns"]` holds all of them; each further one follows the model's own answer.
+    `prompt` is the first turn. Whoever runs second turns too finds all of them in `reference["turns"]`, to be put
+    behind the model's own answer; the title speaks of first turns.
     """
 
     def make(row: Mapping[str, Any], _: int) -> Item:
@@ -161,7 +162,7 @@ def spec_bench(file: Path) -> Task:
 
     items = _items(file, make, "data/spec_bench/question.jsonl of hemingkx/Spec-Bench")
     setting = Setting("greedy", SamplingParams(temperature=0.0, max_tokens=256))
-    return Task("spec-bench", f"{len(items)} Spec-Bench prompts", "", items, (setting,))
+    return Task("spec-bench", f"{len(items)} Spec-Bench prompts (first turns)", "", items, (setting,))
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

@@ -30,6 +30,18 @@ class Request:
     sampler: Sampler
 
 
+@dataclass(frozen=True)
+class Prospect:
+    """What a draft would be, told before it is drafted and from committed tokens alone."""
+
+    kind: str
+    """Drafts of a kind are accepted about alike."""
+    by_model: bool = False
+    """A model drafts, which takes time; otherwise it takes none worth counting."""
+    unread: int = 0
+    """Tokens that the model would have to read first, beyond those of every round."""
+
+
 class Proposer(Protocol):
     @property
     def features(self) -> tuple[int, ...]:
@@ -38,6 +50,10 @@ class Proposer(Protocol):
 
     def begin(self, slot: int) -> None:
         """A new sequence enters this slot; whatever the slot held before is gone."""
+        ...
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        """What `propose` would do for each; None where it would draft nothing. Changes nothing that shows."""
         ...
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
@@ -65,6 +81,9 @@ class NoProposer:
 
     def begin(self, slot: int) -> None:
         pass
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        return [None for _ in requests]
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         return [Draft() for _ in requests]

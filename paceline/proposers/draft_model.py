@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.models.interface import Chunk, LanguageModel
-from paceline.proposers.base import Request, best_chance
+from paceline.proposers.base import Prospect, Request, best_chance
 from paceline.proposers.vocabulary import Vocabulary
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
@@ -91,6 +91,14 @@ class DraftModelProposer:
         while stands < most and held.tokens[stands] == tokens[stands]:
             stands += 1
         self._cache.truncate(slot, held.cut(stands))
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        ahead: list[Prospect | None] = []
+        for request in requests:
+            unread = len(request.tokens) - len(self._slots[request.slot].tokens)
+            room = self._cache.capacity - self._cache.length(request.slot) - unread
+            ahead.append(Prospect("draft", by_model=True, unread=unread) if room >= 0 else None)
+        return ahead
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         growing = [self._read(request) for request in requests]

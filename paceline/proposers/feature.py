@@ -13,7 +13,7 @@ import torch
 
 from paceline.models.feature import FeatureDraft
 from paceline.models.interface import Chunk
-from paceline.proposers.base import Request, best_chance
+from paceline.proposers.base import Prospect, Request, best_chance
 from paceline.sampling.distribution import Among, Distribution
 from paceline.sampling.draft import Draft
 
@@ -67,6 +67,14 @@ class FeatureProposer:
         held.unread.append(features_TFH)
         if len(features_TFH) > FEW:
             self._read(slot, tokens)
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        return [
+            Prospect("draft", by_model=True, unread=len(r.tokens) - self._slots[r.slot].read)
+            if len(r.tokens) < self._cache.capacity + 2
+            else None
+            for r in requests
+        ]
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         # The last token that is drafted is never read: k tokens fill k - 1 positions behind the committed ones.

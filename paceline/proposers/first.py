@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.proposers.base import Proposer, Request
+from paceline.proposers.base import Proposer, Prospect, Request
 from paceline.sampling.draft import Draft
 
 
@@ -25,6 +25,10 @@ class FirstOf:
     def begin(self, slot: int) -> None:
         for proposer in self.proposers:
             proposer.begin(slot)
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        of_each = [proposer.prospects(requests) for proposer in self.proposers]
+        return [next((ahead for ahead in found if ahead), None) for found in zip(*of_each, strict=True)]
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         drafts = [Draft() for _ in requests]

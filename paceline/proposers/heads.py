@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.models.heads import Heads
-from paceline.proposers.base import Request, best_chance
+from paceline.proposers.base import Prospect, Request, best_chance
 from paceline.sampling.distribution import Among, Distribution
 from paceline.sampling.draft import Draft
 
@@ -29,6 +29,9 @@ class HeadsProposer:
     def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
         assert features_TFH is not None
         self._last[slot] = features_TFH[-1, 0]
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        return [Prospect("heads", by_model=True) for _ in requests]
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         most = min(max(r.k for r in requests), len(self.model.layers))

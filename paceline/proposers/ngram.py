@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.proposers.base import Request
+from paceline.proposers.base import Prospect, Request
 from paceline.sampling.draft import Draft
 
 
@@ -22,6 +22,9 @@ class _Index:
 
     indexed: int = 0
     ends: defaultdict[tuple[int, ...], list[int]] = field(default_factory=lambda: defaultdict(list))
+    found_for: int = -1
+    """How many tokens there were when `found` was looked up: committed tokens never change."""
+    found: tuple[int, int] = (0, 0)
 
 
 class NgramProposer:
@@ -48,29 +51,44 @@ class NgramProposer:
             index.ends[tuple(tokens[end - n : end])].append(end)
         index.indexed = max(index.indexed, len(tokens))
 
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        """The further back an occurrence agrees, the likelier its continuation is right: told apart by powers of 2."""
+        found = [self._find(request) for request in requests]
+        return [Prospect(f"ngram {1 << agreed.bit_length() - 1}") if agreed else None for _, agreed in found]
+
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         return [self._propose(request) for request in requests]
 
     def _propose(self, request: Request) -> Draft:
-        self.observe(request.slot, request.tokens)
         tokens = request.tokens
-        ends = self._indices[request.slot].ends.get(tuple(tokens[-self.shortest :]))
-        if not ends:
+        end, agreed = self._find(request)
+        if not agreed:
             return Draft()
-        end, agreed = 0, self.shortest - 1
-        for other in reversed(ends[-self.candidates :]):
-            # Most are told apart by the one token that would make the agreement longer than the best so far.
-            if agreed < other and tokens[other - 1 - agreed] == tokens[-1 - agreed]:
-                found = self._agreement(tokens, other)
-                if found > agreed:
-                    end, agreed = other, found
-                if agreed == self.longest:
-                    break
         # Reading on past the last token reads what was just drafted: a repeated pattern goes on repeating.
         drafted = list(tokens[end : end + request.k])
         while len(drafted) < request.k:
             drafted.append(drafted[end + len(drafted) - len(tokens)])
         return Draft.certain(drafted, self.vocab_size)
+
+    def _find(self, request: Request) -> tuple[int, int]:
+        """Where the best occurrence ends, and how many tokens of it agree; 0, 0 where there is none."""
+        tokens, index = request.tokens, self._indices[request.slot]
+        if index.found_for == len(tokens):
+            return index.found
+        self.observe(request.slot, tokens)
+        end = 0
+        ends = index.ends.get(tuple(tokens[-self.shortest :]), ())
+        agreed = self.shortest - 1
+        for other in reversed(ends[-self.candidates :]):
+            # Most are told apart by the one token that would make the agreement longer than the best so far.
+            if agreed < other and tokens[other - 1 - agreed] == tokens[-1 - agreed]:
+                longer = self._agreement(tokens, other)
+                if longer > agreed:
+                    end, agreed = other, longer
+                if agreed == self.longest:
+                    break
+        index.found_for, index.found = len(tokens), (end, agreed) if end else (0, 0)
+        return index.found
 
     def _agreement(self, tokens: Sequence[int], end: int) -> int:
         """How many tokens before `end` equal the last tokens, `longest` at most."""

@@ -25,8 +25,7 @@ from paceline.engine.llm import LLM
 from paceline.models.cache import KVCache
 from paceline.models.decoder import Decoder
 from paceline.models.interface import Chunk
-from paceline.proposers.base import Request
-from paceline.sampling.draft import Draft
+from paceline.proposers.base import NoProposer
 from paceline.sampling.params import SamplingParams
 
 READ_CHUNK = 512
@@ -155,7 +154,7 @@ class Answering:
         )
 
 
-class Recorder:
+class Recorder(NoProposer):
     """A proposer that proposes nothing and keeps the target's hidden states of every running sequence."""
 
     def __init__(self, features: tuple[int, ...]) -> None:
@@ -165,9 +164,6 @@ class Recorder:
 
     def begin(self, slot: int) -> None:
         self._parts[slot] = []
-
-    def propose(self, requests: Sequence[Request]) -> list[Draft]:
-        return [Draft() for _ in requests]
 
     def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
         self._tokens[slot] = tokens

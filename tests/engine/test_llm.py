@@ -69,7 +69,7 @@ def test_results_have_vllms_shape(target: Path) -> None:
 
 def test_logprobs_are_the_targets_whatever_the_draft(target: Path, padded_draft: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=16, logprobs=1, ignore_eos=True)
-    llm = LLM(str(target), str(padded_draft), verify="coupled")
+    llm = LLM(str(target), str(padded_draft), draft_tokens=4, verify="coupled")
     plain = LLM(str(target), None, verify="coupled")
     a, b = llm.generate(PROMPTS[0], params)[0], plain.generate(PROMPTS[0], params)[0]
     assert a.token_ids == b.token_ids
@@ -96,7 +96,7 @@ def test_every_draft_gives_the_targets_greedy_text(
 
 
 def test_a_draft_with_another_tokenizer_says_what_it_shares(target: Path, foreign_draft: Path) -> None:
-    llm = LLM(str(target), str(foreign_draft))
+    llm = LLM(str(target), str(foreign_draft), draft_tokens=4)
     assert any("of the target's tokens" in note for note in llm.notes)
     assert llm.generate(PROMPTS[0], greedy())[0].stats.drafted > 0
 
@@ -137,7 +137,7 @@ def test_streaming_gives_every_token_and_the_same_text(target: Path) -> None:
 
 
 def test_a_stream_closed_early_leaves_a_clean_state(target: Path) -> None:
-    llm = LLM(str(target), "ngram")
+    llm = LLM(str(target), "ngram", draft_tokens=4)
     expected = llm.generate(PROMPTS, greedy())
     stream = llm.stream(PROMPTS[0], greedy())
     next(stream)
@@ -242,7 +242,7 @@ def test_quantize_is_for_what_is_loaded_by_name(
 
     monkeypatch.setattr("paceline.engine.llm.load", spy)
     names = (str(target), str(padded_draft))
-    llm = LLM(*names, quantize="q8_0")
+    llm = LLM(*names, draft_tokens=4, quantize="q8_0")
     assert asked == [(name, "q8_0") for name in names]
     assert llm.notes[0].startswith("16 float32 matrices quantized to Q8_0")
     plain = LLM(names[0], None, quantize="q8_0")
@@ -270,7 +270,7 @@ def test_plain_decoding_is_k_zero(target: Path, padded_draft: Path) -> None:
 
 @pytest.mark.fault(10)
 def test_time_is_reported_by_part(target: Path, padded_draft: Path) -> None:
-    stats = LLM(str(target), str(padded_draft)).generate(PROMPTS[0], greedy(40))[0].stats
+    stats = LLM(str(target), str(padded_draft), draft_tokens=4).generate(PROMPTS[0], greedy(40))[0].stats
     parts = [stats.draft_s, stats.score_s, stats.verify_s, stats.other_s]
     assert all(part > 0 for part in parts)
     assert stats.decode_s == pytest.approx(sum(parts))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import tiny
 
 from paceline.checkpoints.tokenizer import Tokenizer
 from paceline.evaluation.sandbox import SandboxUnavailable, run
@@ -28,6 +27,7 @@ from paceline.evaluation.tasks import (
     spec_bench,
     xsum,
 )
+from tests import tiny
 
 ARTICLE = {"id": "a", "document": "It rained in Hagenau.", "summary": "There was heavy rain in Hagenau on Monday."}
 PROBLEM = {
@@ -88,7 +88,7 @@ def test_files_that_are_none(reader: Callable[[Path], Task], row: dict[str, Any]
     with pytest.raises(ValueError, match="cannot be read"):
         reader(tmp_path)
     if reader is not gsm8k:
-        with pytest.raises(ValueError, match="line 2: the id .* stands in an earlier line too"):
+        with pytest.raises(ValueError, match=r"line 2: the id .* stands in an earlier line too"):
             reader(written(tmp_path, [row, row]))
 
 

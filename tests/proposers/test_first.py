@@ -61,7 +61,8 @@ def test_prompt_lookup_ahead_of_a_draft_model_by_name(tmp_path: Path) -> None:
     asked = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     prompts = ["one two three one two three one two", "a b c"]
     (plain, *_), (lookup, *_), (both, *_) = (
-        [LLM(target, name, device="cpu").generate(prompts, asked)] for name in (None, "ngram", f"ngram+{draft}")
+        [LLM(target, name, draft_tokens=4, device="cpu").generate(prompts, asked)]
+        for name in (None, "ngram", f"ngram+{draft}")
     )
     assert [c.token_ids for c in both] == [c.token_ids for c in plain] == [c.token_ids for c in lookup]
     rounds = [sum(c.stats.drafts for c in found) for found in (lookup, both)]

@@ -119,7 +119,7 @@ def test_a_model_of_ones_own_gets_a_draft_that_loads_and_keeps_its_output(
     assert all(map(math.isfinite, losses))
     asked = ["one two 3", "the riders 5", "exact 1", "something else"]
     plain = LLM(models[model], draft=None).generate(asked, GREEDY)
-    drafted = LLM(models[model], draft=tmp_path).generate(asked, GREEDY)
+    drafted = LLM(models[model], draft=tmp_path, draft_tokens=4).generate(asked, GREEDY)
     assert [c.outputs[0].token_ids for c in drafted] == [c.outputs[0].token_ids for c in plain]
     assert all(completion.stats.drafted for completion in drafted)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -134,7 +134,7 @@ def test_a_draft_that_learned_is_accepted(models: dict[str, Path], tmp_path: Pat
     file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in trained))
     more = ("--kind", "eagle1", "--steps", "200", "--answer-temperature", "0", "--lr", "0.01", "--draft-vocab", "0")
     command(models["llama"], file, tmp_path, *more)
-    llm = LLM(models["llama"], draft=tmp_path)
+    llm = LLM(models["llama"], draft=tmp_path, draft_tokens=4)
     texts = [[{"role": "user", "content": text}] for text in trained[1:]]
     found = llm.chat(texts, SamplingParams(temperature=0, max_tokens=20))
     accepted = sum(c.stats.accepted for c in found) / sum(c.stats.drafted for c in found)

@@ -1,0 +1,119 @@
+"""Does "auto" find the best K, and what does it cost where nothing pays? Plain decoding, every fixed K, and auto.
+
+    python benchmarks/auto.py --humaneval HumanEval.jsonl.gz --xsum xsum_test_100.jsonl --draft ngram --draft random
+
+A draft is named as for `paceline generate`; "random" is a model of the target's sizes with one layer
+and random weights: a draft that is never right. Every prompt runs with every K in turn, in an
+order that moves on from prompt to prompt, so that the machine's drift falls on all alike. A speed is tokens by
+seconds of decoding; intervals are bootstraps over prompts. Ends in one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from paceline.evaluation.record import circumstances
+from paceline.evaluation.tasks import Task, humaneval, prompt_tokens, xsum
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from paceline import LLM
+from paceline.decoding.stats import Stats
+from paceline.evaluation.intervals import bootstrap
+from paceline.models.decoder import Decoder, pack
+from paceline.sampling.params import SamplingParams
+
+
+def drafting(plain: LLM, draft: str) -> LLM:
+    """The same target in memory with another draft."""
+    model: str | Decoder = draft
+    if draft == "random":
+        assert isinstance(plain.target, Decoder)
+        torch.manual_seed(0)
+        model = Decoder(replace(plain.target.config, num_layers=1))
+        pack(model)
+    return LLM(plain.target, model, tokenizer=plain.tokenizer, max_num_seqs=1)
+
+
+def main(
+    draft: Annotated[list[str], typer.Option()],
+    model: str = "smollm2-135m",
+    humaneval_file: Annotated[Path | None, typer.Option("--humaneval")] = None,
+    xsum_file: Annotated[Path | None, typer.Option("--xsum")] = None,
+    k: Annotated[list[int] | None, typer.Option("-k")] = None,
+    prompts: int = 40,
+    max_tokens: int = 128,
+    dtype: str = "auto",
+    quantize: str | None = None,
+    threads: int | None = None,
+) -> None:
+    plain = LLM(model, None, dtype=dtype, quantize=quantize, threads=threads)
+    tasks: list[Task] = [make(file) for make, file in ((humaneval, humaneval_file), (xsum, xsum_file)) if file]
+    console = Console(stderr=True, width=120)
+    results: dict[str, Any] = {}
+    for name in draft:
+        llm = drafting(plain, name)
+        profile = llm.profile()
+        results[name] = {"costs": vars(profile.costs)}
+        for task in tasks:
+            # A user's first prompts are in it: nothing of an earlier task is known to auto.
+            llm.use(profile)
+            sides: list[Any] = [0, *(k or range(1, 7)), "auto"]
+            runs: dict[Any, list[Stats]] = {side: [] for side in sides}
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            for number, item in enumerate(track(task.items[:prompts], console=console, description=task.name)):
+                turn = number % len(sides)
+                texts = set()
+                for side in sides[turn:] + sides[:turn]:
+                    llm.draft_tokens = side
+                    (completion,) = llm.generate([prompt_tokens(item, llm.tokenizer)], params)
+                    runs[side].append(completion.stats)
+                    texts.add(tuple(completion.token_ids))
+                if len(texts) > 1:
+                    raise SystemExit(f"greedy texts of {task.name} {item.id} differ between values of K: must not be")
+            results[name][task.name] = compare(runs, console, f"{task.name}, {name}")
+    print(json.dumps({"benchmark": "auto", **circumstances(), "model": model, "results": results}))
+
+
+def compare(runs: dict[Any, list[Stats]], console: Console, title: str) -> dict[str, Any]:
+    seconds = {side: [s.decode_s for s in stats] for side, stats in runs.items()}
+    speed = {side: sum(seconds[0]) / sum(of_side) for side, of_side in seconds.items()}
+    best = max((side for side in runs if side != "auto"), key=lambda side: speed[side])
+    ratio: Callable[..., Any] = np.divide
+    against = {
+        "times_plain": bootstrap(ratio, seconds[0], seconds["auto"]),
+        "times_best": bootstrap(ratio, seconds[best], seconds["auto"]),
+    }
+    table = Table("K", "times plain (95%)", "tokens a round", "drafted", "accepted", title=title)
+    for side, stats in runs.items():
+        of = bootstrap(ratio, seconds[0], seconds[side])
+        total = sum(stats, Stats())
+        assert of
+        table.add_row(
+            str(side),
+            f"{of.value:.3f} ({of.low:.3f} to {of.high:.3f})",
+            f"{(total.output_tokens - total.completions) / total.rounds:.2f}",
+            str(total.drafted),
+            str(total.accepted),
+        )
+    console.print(table)
+    for name, of in against.items():
+        assert of
+        console.print(f"auto {name.replace('_', ' ')}: {of.value:.3f} ({of.low:.3f} to {of.high:.3f})")
+    return {
+        "speed": {str(side): value for side, value in speed.items()},
+        "best": best,
+        **{name: vars(of) for name, of in against.items() if of},
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

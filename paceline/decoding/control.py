@@ -1,0 +1,277 @@
+"""How many tokens each sequence drafts in a round, decided before anything of it is drafted.
+
+What decides is what rounds cost here (`Costs`, measured beforehand) and how much of its recent drafts a sequence kept.
+No clock runs and no drafted token is looked at, so the law of the output is untouched, and a run repeats itself.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.proposers.base import Proposer, Prospect, Request
+
+MAX_DRAFT = 8
+"""Tokens that a round drafts at most where nobody asked for a number."""
+LEAST_GAIN = 1.01
+"""Drafting must promise this many times the speed of plain decoding."""
+NEGLIGIBLE = 0.02
+"""A smaller chance of being kept never pays."""
+HORIZON = 100
+"""Rounds that a sequence is expected to go on for, unless it has room for fewer tokens."""
+PROBING = 0.01
+"""Where drafting does not pay, this share of the time is spent on finding out whether it has begun to."""
+RECENT = 0.9
+"""What an observed draft of a sequence weighs against the next one: about ten of them count."""
+POOLED = 0.99
+"""The same for all sequences of a model together."""
+OF_POOL = 6.0
+"""Drafts of its own at which a sequence trusts itself as much as the others."""
+UNKNOWN = (0.6, 0.6)
+"""Acceptance that is believed before any was seen: enough to try."""
+FEW = 4.0
+"""Drafts that overrule what was believed."""
+
+
+class Control(Protocol):
+    def begin(self, slot: int) -> None:
+        """A new sequence enters this slot."""
+        ...
+
+    def choose(self, requests: Sequence[Request]) -> list[int]:
+        """How many tokens each may draft, from 0 to its `k`, the room it has."""
+        ...
+
+    def learn(self, slot: int, drafted: int, accepted: int) -> None:
+        """What became of the draft chosen last for this slot."""
+        ...
+
+
+NewControl = Callable[[Proposer], Control]
+"""What controls the drafts of one run."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """`k` tokens, whatever happens."""
+
+    k: int
+
+    def begin(self, slot: int) -> None:
+        pass
+
+    def choose(self, requests: Sequence[Request]) -> list[int]:
+        return [min(self.k, request.k) for request in requests]
+
+    def learn(self, slot: int, drafted: int, accepted: int) -> None:
+        pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Seconds of the parts of a round, as measured on one machine for one target and draft."""
+
+    rows: tuple[int, ...]
+    """Tokens of a pass (over all sequences) that were measured, ascending from 1."""
+    round_s: tuple[float, ...]
+    """Scoring so many rows, verifying and committing, but for what the context adds."""
+    context_s: tuple[float, ...]
+    """What each token of context adds to that."""
+    batches: tuple[int, ...]
+    """Numbers of sequences drafting together that were measured, ascending from 1."""
+    draft_s: tuple[tuple[float, ...], ...]
+    """For each of `batches`: drafting 0, 1, 2, ... tokens."""
+    read_s: float
+    """Each token that the draft has yet to read."""
+
+    def __post_init__(self) -> None:
+        if not self.rows or list(self.rows) != sorted({*self.rows}) or self.rows[0] != 1:
+            raise ValueError(f"rows are {self.rows}, they must ascend from 1")
+        if not self.batches or list(self.batches) != sorted({*self.batches}) or self.batches[0] != 1:
+            raise ValueError(f"batches are {self.batches}, they must ascend from 1")
+        if not len(self.rows) == len(self.round_s) == len(self.context_s):
+            raise ValueError("rows, round_s and context_s must be equally long")
+        if len(self.batches) != len(self.draft_s) or any(len(by_k) < 2 for by_k in self.draft_s):
+            raise ValueError("draft_s must have one row for each of batches, with the seconds of 0, 1, ... tokens")
+
+    def round(self, rows: int, context: float) -> float:
+        short = between(self.rows, self.round_s, rows)
+        return short + context * max(0.0, between(self.rows, self.context_s, rows))
+
+    def draft(self, k: int, sequences: int) -> float:
+        by_batch = [between(range(len(by_k)), by_k, k) for by_k in self.draft_s]
+        return between(self.batches, by_batch, sequences)
+
+
+def between(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+    """Linear between the measured points; beyond the last one as between the last two."""
+    if len(xs) == 1:
+        return ys[0] * x / xs[0]
+    at = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
+    share = (x - xs[at]) / (xs[at + 1] - xs[at])
+    return ys[at] + share * (ys[at + 1] - ys[at])
+
+
+@dataclass
+class Acceptance:
+    """How often a drafted token was accepted, given that those ahead of it were: at the first position, and behind it.
+
+    Counts fade by `memory` with each draft.
+    """
+
+    memory: float
+    accepted: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    reached: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    @classmethod
+    def believed(cls, rates: tuple[float, float], drafts: float) -> Acceptance:
+        return cls(POOLED, [drafts * rate for rate in rates], [drafts, drafts])
+
+    def rates(self, others: tuple[float, float] = UNKNOWN, weight: float = 0.0) -> tuple[float, float]:
+        """First, later; `others` count like `weight` drafts."""
+        first, later = (
+            (self.accepted[i] + weight * others[i]) / (self.reached[i] + weight)
+            if self.reached[i] + weight
+            else others[i]
+            for i in (0, 1)
+        )
+        return first, later
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        seen = [(min(accepted, 1), 1), (max(accepted - 1, 0), max(min(accepted + 1, drafted) - 1, 0))]
+        for i, (kept, reached) in enumerate(seen):
+            self.accepted[i] = self.memory * self.accepted[i] + kept
+            self.reached[i] = self.memory * self.reached[i] + reached
+
+
+Pool = dict[str, Acceptance]
+"""What all sequences of a model saw together, by kind of draft."""
+
+
+def pool(believed: Mapping[str, tuple[float, float]] = {}) -> Pool:
+    """`believed`: rates that were measured before, by kind."""
+    return {kind: Acceptance.believed(rates, 10 * FEW) for kind, rates in believed.items()}
+
+
+@dataclass
+class _Slot:
+    seen: Pool = field(default_factory=dict)
+    kind: str = ""
+    """Of the draft that was chosen last."""
+    saved_s: float = 0.0
+    """What may be spent on a probe."""
+
+
+class Adaptive:
+    """As many tokens as give the batch the most tokens a second: E[tokens of the round] / seconds of the round.
+
+    Tokens are expected by the kind of draft that is ahead (`Proposer.prospects`): a sequence's own recent acceptance,
+    leaning on what `pool` saw of others. Sequences that draft nothing probe with one token as often as PROBING allows.
+    """
+
+    def __init__(self, proposer: Proposer, costs: Costs, pool: Pool) -> None:
+        self.proposer, self.costs, self.pool = proposer, costs, pool
+        self._slots: dict[int, _Slot] = {}
+        self._by_rows: dict[int, tuple[float, float]] = {}
+        self._by_k: dict[tuple[int, int], float] = {}
+
+    def begin(self, slot: int) -> None:
+        self._slots[slot] = _Slot()
+
+    def choose(self, requests: Sequence[Request]) -> list[int]:
+        prospects = self.proposer.prospects(requests)
+        gains = [self._gains(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
+        context = sum(len(r.tokens) for r in requests) / len(requests)
+        chosen = self._allot(gains, prospects, context, [min(r.k, HORIZON) for r in requests])
+        plain_s = self._round_s(len(requests), context)
+        for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
+            held = self._slots[request.slot]
+            held.kind = ahead.kind if ahead else ""
+            held.saved_s = 0.0 if chosen[n] else held.saved_s + PROBING * plain_s
+            if ahead and not chosen[n]:
+                probe_s = self._round_s(len(requests) + 1, context) - plain_s
+                probe_s += self._draft_s(1, 1) + self.costs.read_s * ahead.unread if ahead.by_model else 0.0
+                if held.saved_s >= probe_s:
+                    chosen[n], held.saved_s = 1, 0.0
+        return chosen
+
+    def learn(self, slot: int, drafted: int, accepted: int) -> None:
+        if drafted:
+            held = self._slots[slot]
+            held.seen.setdefault(held.kind, Acceptance(RECENT)).learn(drafted, accepted)
+            self._of_all(held.kind).learn(drafted, accepted)
+
+    def _of_all(self, kind: str) -> Acceptance:
+        return self.pool.setdefault(kind, Acceptance.believed(UNKNOWN, FEW))
+
+    def _gains(self, request: Request, ahead: Prospect | None) -> list[float]:
+        """The chance that the i-th drafted token is kept."""
+        if ahead is None:
+            return []
+        own = self._slots[request.slot].seen.get(ahead.kind, Acceptance(RECENT))
+        first, later = own.rates(self._of_all(ahead.kind).rates(), OF_POOL)
+        return [first * later**i for i in range(min(request.k, MAX_DRAFT))]
+
+    def _allot(
+        self,
+        gains: list[list[float]],
+        prospects: Sequence[Prospect | None],
+        context: float,
+        shares: Sequence[int],
+    ) -> list[int]:
+        """A sequence's gains never rise, so the best allotment of a number of rows takes the largest gains of all.
+
+        Sequences draft together: the longest draft tells how many steps the model makes. What it has to read first
+        serves the rounds to come as well, so one of so many `shares` of it counts.
+        """
+        order = sorted(((gain, n) for n, of_n in enumerate(gains) for gain in of_n), key=lambda pair: -pair[0])
+        tokens, rows, counts, chosen = float(len(gains)), len(gains), [0] * len(gains), [0] * len(gains)
+        best = LEAST_GAIN * tokens / self._round_s(rows, context)
+        models = longest = 0
+        reading_s = 0.0
+        for gain, n in order:
+            if gain < NEGLIGIBLE:
+                break
+            tokens += gain
+            rows += 1
+            counts[n] += 1
+            seconds, ahead = self._round_s(rows, context), prospects[n]
+            if ahead and ahead.by_model:
+                longest = max(longest, counts[n])
+                if counts[n] == 1:
+                    models += 1
+                    reading_s += self.costs.read_s * ahead.unread / shares[n]
+            if models:
+                seconds += self._draft_s(longest, models) + reading_s
+            if tokens > best * seconds:
+                best, chosen = tokens / seconds, [*counts]
+        return chosen
+
+    # A handful of costs are asked for in every round.
+
+    def _round_s(self, rows: int, context: float) -> float:
+        if rows not in self._by_rows:
+            short = self.costs.round(rows, 0.0)
+            self._by_rows[rows] = short, self.costs.round(rows, 1.0) - short
+        short, of_context = self._by_rows[rows]
+        return short + context * of_context
+
+    def _draft_s(self, k: int, sequences: int) -> float:
+        if (k, sequences) not in self._by_k:
+            self._by_k[k, sequences] = self.costs.draft(k, sequences)
+        return self._by_k[k, sequences]
+
+
+class Everything(Adaptive):
+    """As many tokens as a round drafts at most, whatever it costs: for finding out what is accepted."""
+
+    def _allot(
+        self,
+        gains: list[list[float]],
+        prospects: Sequence[Prospect | None],
+        context: float,
+        shares: Sequence[int],
+    ) -> list[int]:
+        return [len(of_one) for of_one in gains]
