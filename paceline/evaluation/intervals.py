@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +24,15 @@ Totals = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure, and the 95% interval around it."""
+    """A figure, and the 95% interval around it: from -inf to inf where one prompt alone says nothing about others."""
 
     value: float
     low: float
     high: float
+
+    def record(self) -> dict[str, float | None]:
+        """As JSON has it, which knows no infinity."""
+        return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
 def bootstrap(function: Callable[..., Totals], *columns: Sequence[float], seed: int = 0) -> Estimate | None:
@@ -43,6 +47,8 @@ def bootstrap(function: Callable[..., Totals], *columns: Sequence[float], seed: 
         if not math.isfinite(value):
             return None
         prompts = table_CN.shape[1]
+        if prompts == 1:
+            return Estimate(value, -math.inf, math.inf)
         rng = np.random.default_rng(seed)
         counts_BN = rng.multinomial(prompts, np.full(prompts, 1 / prompts), size=RESAMPLES)
         found_B = function(*(counts_BN @ table_CN.T).T)

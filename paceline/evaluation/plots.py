@@ -103,10 +103,9 @@ def _efficiency(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
     for task, (colour, marker, _) in zip(tasks, TASK_STYLES, strict=False):
         found = [f["efficiency"] for f in task["by_k"]]
         values = [f["value"] for f in found]
-        errors = [[f["value"] - f["low"] for f in found], [f["high"] - f["value"] for f in found]]
         ks = [f["k"] for f in task["by_k"]]
         axes.plot(ks, values, color=colour, marker=marker, label=f"{task['task']}: measured (95%)")
-        axes.errorbar(ks, values, yerr=errors, fmt="none", ecolor=colour, capsize=3)
+        axes.errorbar(ks, values, yerr=_errors(found), fmt="none", ecolor=colour, capsize=3)
         if task["alpha"] is None:
             continue
         formula = [expected_length([task["alpha"]] * k) / (k + 1) for k in ks]
@@ -166,12 +165,19 @@ def _estimates(
     shown = [(name, found) for name, found in rows if found]
     axes.axvline(nothing, color="#555555", linewidth=1)
     for number, (_, found) in enumerate(reversed(shown)):
-        error = [[found["value"] - found["low"]], [found["high"] - found["value"]]]
-        axes.errorbar(found["value"], number, xerr=error, color=TASK_STYLES[0][0], marker="o", capsize=3)
+        axes.errorbar(found["value"], number, xerr=_errors([found]), color=TASK_STYLES[0][0], marker="o", capsize=3)
     axes.set_yticks(range(len(shown)), [name for name, _ in reversed(shown)])
     axes.set_ylim(-0.7, len(shown) - 0.3)
     axes.set_title(title)
     axes.set_xlabel(label)
+
+
+def _errors(found: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    """Down and up from the values; none where one item alone was measured."""
+    return [
+        [sign * (f[end] - f["value"]) if f[end] is not None else 0.0 for f in found]
+        for end, sign in (("low", -1), ("high", 1))
+    ]
 
 
 def _items(axes: Axes, settings: Sequence[Mapping[str, Any]]) -> None:

@@ -91,7 +91,7 @@ def _sweep(found: Mapping[str, Any]) -> Iterator[str]:
     yield _list(found["verdict"])
     for task in found["tasks"]:
         yield f"<h3>{_escaped(task['task'])}, {_escaped(task['setting'])}, {task['items']} items</h3>"
-        yield _table(tables.sweep_table(task)) + _table(tables.position_table(task))
+        yield _table(tables.time_table(task)) + _table(tables.yield_table(task)) + _table(tables.position_table(task))
     yield from _how(found["run"])
 
 

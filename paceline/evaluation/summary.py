@@ -6,7 +6,6 @@ Computes; `tables` and `report` show. Every figure is over items, and plain and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from paceline.decoding.stats import Stats
@@ -189,5 +188,5 @@ def _told(setting: Setting) -> str:
     return f"{heat}, at most {p.max_tokens} tokens"
 
 
-def _json(estimate: Estimate | None) -> dict[str, float] | None:
-    return asdict(estimate) if estimate else None
+def _json(estimate: Estimate | None) -> dict[str, float | None] | None:
+    return estimate.record() if estimate else None

@@ -108,7 +108,9 @@ def _of_k(k: int, runs: Sequence[Stats], total: Stats, alpha: float | None, seed
         "parts_ms": {part: 1000 * getattr(total, f"{part}_s") / total.rounds for part in PARTS},
         "tokens_per_round": _json(ratio(given, rounds, seed=seed)),
         "efficiency": _json(ratio(given, [(k + 1) * n for n in rounds], seed=seed)),
-        "acceptance_length": total.acceptance_length,
+        "acceptance_length": _json(
+            ratio([s.drafts + s.accepted for s in runs], [s.drafts for s in runs], seed=seed) if total.drafts else None
+        ),
         "conditional_acceptance": total.conditional_acceptance,
         "marginal_acceptance": total.marginal_acceptance,
         f"ms_per_{PER}_tokens": {f"p{q}": float(np.percentile(times, q)) for q in QUANTILES},
@@ -133,11 +135,22 @@ def _predictions(k: int, total: Stats, alpha: float) -> dict[str, float]:
 def _worst(by_k: Sequence[dict[str, Any]], name: str) -> float:
     """The largest relative error of a prediction over all K."""
     errors = [
-        abs(found["predicted_acceptance_length"][name] / found["acceptance_length"] - 1)
+        abs(found["predicted_acceptance_length"][name] / found["acceptance_length"]["value"] - 1)
         for found in by_k
-        if found["k"] and found["drafts"]
+        if found["drafts"]
     ]
     return max(errors)
+
+
+def _outside(by_k: Sequence[dict[str, Any]]) -> list[int]:
+    """The K for which the formula's length lies outside the interval of the measured one."""
+    outside = []
+    for found in by_k:
+        if found["drafts"]:
+            low, high = found["acceptance_length"]["low"], found["acceptance_length"]["high"]
+            if low is not None and not low <= found["predicted_acceptance_length"]["formula"] <= high:
+                outside.append(found["k"])
+    return outside
 
 
 def verdict(summary: dict[str, Any]) -> list[str]:
@@ -160,15 +173,21 @@ def verdict(summary: dict[str, Any]) -> list[str]:
         f"{share:.1%} of the rounds with K > 0 drafted, {of_all:.1%} of those drafts had K tokens; acceptance by "
         f"position, given all before, at K = {last['k']}: {rates}.",
     ]
-    if worst["formula"] > 0.03:
+    outside = _outside(summary["by_k"])
+    if worst["formula"] > 0.03 and not outside:
+        said.append("For no K is this more than the intervals of the measurement: more items would tell.")
+    elif worst["formula"] > 0.03:
         why = []
         if of_all < 0.99:
-            why.append(f"{1 - of_all:.0%} of the drafts are shorter than K")
+            why.append(f"{1 - of_all:.1%} of the drafts are shorter than K")
         if worst["lengths"] > 0.03:
             why.append("acceptance is not the same at every position and in every round, as one alpha supposes")
-        said.append(f"So the formula alone does not hold here within 3%: {' and '.join(why) or 'chance'}.")
+        said.append(
+            f"So the formula alone does not hold here within 3% ({' and '.join(why) or 'chance'}): outside the 95% "
+            f"interval of the measured length for K = {', '.join(map(str, outside))}."
+        )
     return said
 
 
-def _json(estimate: Estimate | None) -> dict[str, float] | None:
-    return asdict(estimate) if estimate else None
+def _json(estimate: Estimate | None) -> dict[str, float | None] | None:
+    return estimate.record() if estimate else None

@@ -21,6 +21,9 @@ OF_PAPER = ", the paper"
 NAMES = {"setting", "method", "kind", "item"}
 """Heads of columns that hold words."""
 
+FEW = 20
+"""Of fewer items a percentile bootstrap covers clearly less often than it says."""
+
 Table = tuple[list[str], list[list[str]]]
 """Head and rows."""
 
@@ -65,6 +68,8 @@ def notes(summary: Mapping[str, Any]) -> Iterator[str]:
         said = f"{name}: {setting['params']}; {timed} of {setting['items']} items timed"
         if summary["metric"]:
             said += f", {setting['scored_items']} scored with {samples} sample{'s' * (samples > 1)} each"
+        if timed < FEW:
+            said += f"; intervals over fewer than {FEW} items are too narrow"
         yield said + "."
         for metric, found in setting["difference"].items():
             yield f"{name}, {metric}, speculative minus plain: {difference(found, metric)}."
@@ -140,26 +145,31 @@ def item_table(setting: Mapping[str, Any]) -> Table:
     return head, rows
 
 
-def sweep_table(task: Mapping[str, Any]) -> Table:
-    """By K: the three panels of the figure, and what the fit predicts."""
-    head = ["K", "ms a round (95%)", "draft", "score", "verify", "other", "tokens a round (95%)", "efficiency"]
-    head += ["ms per 128 tokens: P50", "P90", "P99", "rounds that drafted", "tokens a round that drafted"]
-    head += ["formula", "over lengths", "by position"]
+def time_table(task: Mapping[str, Any]) -> Table:
+    """By K: how long a round and 128 tokens took."""
+    head = ["K", "ms a round (95%)", "draft", "score", "verify", "other", "ms per 128 tokens: P50", "P90", "P99"]
     rows = []
     for found in task["by_k"]:
         parts = [f"{found['parts_ms'][part]:.2f}" for part in ("draft", "score", "verify", "other")]
         times = [f"{found['ms_per_128_tokens'][q]:.0f}" for q in ("p50", "p90", "p99")]
+        rows.append([str(found["k"]), estimate(found["loop_ms"], "{:.2f}"), *parts, *times])
+    return head, rows
+
+
+def yield_table(task: Mapping[str, Any]) -> Table:
+    """By K: what a round gave, and what the fit predicts of rounds that drafted."""
+    head = ["K", "tokens a round (95%)", "efficiency", "rounds that drafted", "tokens a round that drafted (95%)"]
+    head += ["formula", "over lengths", "by position"]
+    rows = []
+    for found in task["by_k"]:
         predicted = found["predicted_acceptance_length"]
         rows.append(
             [
                 str(found["k"]),
-                estimate(found["loop_ms"], "{:.2f}"),
-                *parts,
                 estimate(found["tokens_per_round"], "{:.2f}"),
                 f"{found['efficiency']['value']:.3f}",
-                *times,
-                f"{found['drafts'] / found['rounds']:.0%}",
-                f"{found['acceptance_length']:.2f}",
+                f"{found['drafts'] / found['rounds']:.1%}",
+                estimate(found["acceptance_length"], "{:.2f}"),
                 *(f"{predicted[name]:.2f}" if predicted else "-" for name in ("formula", "lengths", "positions")),
             ]
         )
@@ -198,7 +208,7 @@ def circumstances(run: Mapping[str, Any]) -> Iterator[str]:
         yield f"{session['date']}: `{session['command']}` at commit {commit}; {where}, {machine['system']}; {versions}"
 
 
-def difference(found: Mapping[str, float] | None, metric: str) -> str:
+def difference(found: Mapping[str, Any] | None, metric: str) -> str:
     """In words, of a difference with its interval."""
     if found is None:
         return "not measured"
@@ -206,6 +216,8 @@ def difference(found: Mapping[str, float] | None, metric: str) -> str:
     if not any(found.values()):
         return "every item scored the same"
     told = estimate(found, pattern)
+    if found["low"] is None:
+        return f"one item says nothing: {told}"
     if found["low"] <= 0 <= found["high"]:
         return f"no difference seen: {told}"
     return f"A DIFFERENCE: {told} (of equal ones, one comparison in twenty looks like this)"
@@ -215,10 +227,12 @@ def format_of(metric: str) -> str:
     return "{:.3f}" if metric.startswith("ROUGE") else "{:.1%}"
 
 
-def estimate(found: Mapping[str, float] | None, pattern: str) -> str:
+def estimate(found: Mapping[str, Any] | None, pattern: str) -> str:
     """A figure with its interval."""
     if found is None:
         return "-"
+    if found["low"] is None:
+        return f"{pattern.format(found['value'])} (one item)"
     value, low, high = (pattern.format(found[name]) for name in ("value", "low", "high"))
     return f"{value} ({low} to {high})"
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
 from paceline.evaluation import intervals
-from paceline.evaluation.intervals import bootstrap, mean, ratio, wilson
+from paceline.evaluation.intervals import Estimate, bootstrap, mean, ratio, wilson
 
 
 def test_the_mean_and_its_interval_of_many_values_are_those_of_the_normal_distribution() -> None:
@@ -43,6 +45,13 @@ def test_pairing_is_kept() -> None:
 def test_the_same_seed_gives_the_same_interval_and_another_one_another() -> None:
     values = list(np.random.default_rng(1).random(30))
     assert mean(values, seed=1) == mean(values, seed=1) != mean(values, seed=2)
+
+
+def test_one_prompt_says_nothing_about_others() -> None:
+    found = ratio([3.0], [2.0])
+    assert found == Estimate(1.5, -math.inf, math.inf)
+    assert found.record() == {"value": 1.5, "low": None, "high": None}
+    assert mean([1.0]) == wilson(1, 1), "of a share it says a little"
 
 
 def test_nothing_counted_is_no_figure() -> None:

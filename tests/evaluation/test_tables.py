@@ -111,9 +111,11 @@ def test_items_that_are_not_there_yet_are_not_counted() -> None:
     nucleus, greedy = summarise(XSUM, LINES[:1], SCORES[:1])["settings"]
     assert (nucleus["items"], nucleus["timed_items"], nucleus["scored_items"]) == (2, 1, 0)
     assert nucleus["difference"]["ROUGE-2"] is None
-    assert nucleus["speedup"]["value"] == 2
+    assert nucleus["speedup"] == {"value": 2, "low": None, "high": None}
     assert (greedy["timed_items"], greedy["speedup"]) == (0, None)
-    assert "| greedy | plain | - | - | 1 |" in tables.markdown(summarise(XSUM, LINES[:1], []), RUN)
+    text = tables.markdown(summarise(XSUM, LINES[:1], []), RUN)
+    assert "| greedy | plain | - | - | 1 |" in text
+    assert "| nucleus | speculative | - | 5.00 (one item) | 2.00 (one item) |" in text
 
 
 def test_the_table_has_the_papers_layout_and_its_rows_beside() -> None:
@@ -131,6 +133,7 @@ def test_the_table_has_the_papers_layout_and_its_rows_beside() -> None:
     assert "nucleus, ROUGE-2, speculative minus plain: no difference seen: -0.050 (-0.200 to +0.100)." in text
     assert "greedy, ROUGE-2, speculative minus plain: every item scored the same." in text
     assert "greedy: 1 of 2 greedy texts differ" in text
+    assert "2 scored with 1 sample each; intervals over fewer than 20 items are too narrow." in text
     assert "model some-model, draft_tokens 4" in text
     assert "threads None" not in text
     assert "`paceline bench xsum --out DIR` at commit 0123abc+; A processor, 2 processors, 2 threads, Linux" in text
@@ -141,6 +144,7 @@ def test_a_real_difference_is_called_one() -> None:
     assert tables.difference(low, "ROUGE-2").startswith("A DIFFERENCE: -0.100 (-0.150 to -0.020)")
     assert tables.difference({**low, "high": 0.0}, "pass@1") == "no difference seen: -10.0% (-15.0% to +0.0%)"
     assert tables.difference(None, "pass@1") == "not measured"
+    assert tables.difference({"value": 0.5, "low": None, "high": None}, "pass@1").startswith("one item says nothing")
 
 
 HUMANEVAL = Task(
