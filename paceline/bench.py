@@ -121,4 +121,5 @@ def _record(model: ModelOptions) -> dict[str, Any]:
     """How the model was loaded, and what it is held as."""
     from paceline.checkpoints.load import inspect
 
-    return asdict(model) | {"format": inspect(model.model, dtype=model.dtype, quantize=model.quantize).dtype}
+    format = inspect(model.model, dtype=model.dtype, quantize=model.quantize).dtype
+    return asdict(model) | {"draft_tokens": model.k, "format": format}

@@ -89,6 +89,7 @@ def _loop(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
                 at, heights, 0.92 * width, bottom=below, color=PART_COLOURS[part], hatch=hatch, edgecolor="white", lw=0
             )
             below = [a + b for a, b in zip(below, heights, strict=True)]
+    axes.set_ylim(top=1.05 * max(sum(found["parts_ms"].values()) for task in tasks for found in task["by_k"]))
     parts = [Patch(color=colour, label=part) for part, colour in reversed(PART_COLOURS.items())]
     shapes = [
         Patch(facecolor="#cccccc", edgecolor="white", hatch=hatch, label=task["task"])

@@ -29,7 +29,7 @@ QUANTILES = (10, 50, 90, 99)
 PREDICTIONS = {
     "formula": "(1 - alpha^(K+1))/(1 - alpha), as if every draft had K tokens",
     "lengths": "the same, averaged over the lengths that drafts had",
-    "positions": "from the acceptance of each position instead of one alpha, over the lengths that drafts had",
+    "positions": "with an alpha for each position (all K together), averaged over the lengths that drafts had",
 }
 
 
@@ -70,7 +70,8 @@ def summarise(task: Task, lines: Sequence[dict[str, Any]], *, seed: int = 0) -> 
     everything = sum((total for k, total in totals.items() if k), Stats())
     reached = sum(everything.reached_at)
     alpha = sum(everything.accepted_at) / reached if reached else None
-    by_k = [_of_k(k, runs[k], totals[k], alpha, seed) for k in totals]
+    rates = everything.conditional_acceptance
+    by_k = [_of_k(k, runs[k], totals[k], alpha, rates, seed) for k in totals]
     return {
         "task": task.name,
         "title": task.title,
@@ -78,6 +79,7 @@ def summarise(task: Task, lines: Sequence[dict[str, Any]], *, seed: int = 0) -> 
         "items": len(runs[0]),
         "alpha": alpha,
         "alpha_counts": [sum(everything.accepted_at), reached],
+        "alpha_by_position": rates,
         "by_k": by_k,
         "worst_error": {name: _worst(by_k, name) for name in PREDICTIONS} if alpha is not None else None,
     }
@@ -95,7 +97,9 @@ def _with_draft_tokens(llm: LLM, k: int) -> LLM:
     return other
 
 
-def _of_k(k: int, runs: Sequence[Stats], total: Stats, alpha: float | None, seed: int) -> dict[str, Any]:
+def _of_k(
+    k: int, runs: Sequence[Stats], total: Stats, alpha: float | None, rates: Sequence[float], seed: int
+) -> dict[str, Any]:
     given = [s.output_tokens - s.completions for s in runs]
     rounds = [s.rounds for s in runs]
     times = [1000 * PER * s.decode_s / tokens for s, tokens in zip(runs, given, strict=True)]
@@ -114,21 +118,21 @@ def _of_k(k: int, runs: Sequence[Stats], total: Stats, alpha: float | None, seed
         "conditional_acceptance": total.conditional_acceptance,
         "marginal_acceptance": total.marginal_acceptance,
         f"ms_per_{PER}_tokens": {f"p{q}": float(np.percentile(times, q)) for q in QUANTILES},
-        "predicted_acceptance_length": _predictions(k, total, alpha) if k and alpha is not None else None,
+        "predicted_acceptance_length": _predictions(k, total, alpha, rates) if k and alpha is not None else None,
     }
 
 
-def _predictions(k: int, total: Stats, alpha: float) -> dict[str, float]:
+def _predictions(k: int, total: Stats, alpha: float, rates: Sequence[float]) -> dict[str, float]:
     """Of the tokens that a round with a draft gives, by each of PREDICTIONS."""
 
-    def over_lengths(rates: Sequence[float]) -> float:
+    def over_lengths(by_position: Sequence[float]) -> float:
         lengths = enumerate(total.drafts_of, start=1)
-        return sum(count * expected_length(rates[:length]) for length, count in lengths) / max(total.drafts, 1)
+        return sum(count * expected_length(by_position[:length]) for length, count in lengths) / max(total.drafts, 1)
 
     return {
         "formula": expected_length([alpha] * k),
         "lengths": over_lengths([alpha] * k),
-        "positions": over_lengths(total.conditional_acceptance),
+        "positions": over_lengths(rates),
     }
 
 
@@ -158,20 +162,20 @@ def verdict(summary: dict[str, Any]) -> list[str]:
     if summary["alpha"] is None:
         return [f"{summary['task']}: nothing was drafted."]
     accepted, reached = summary["alpha_counts"]
-    last, worst = summary["by_k"][-1], summary["worst_error"]
+    worst = summary["worst_error"]
     drafting = [found for found in summary["by_k"] if found["k"]]
     share = sum(found["drafts"] for found in drafting) / sum(found["rounds"] for found in drafting)
     whole = sum(found["drafts_of"][found["k"] - 1] for found in drafting if len(found["drafts_of"]) == found["k"])
     of_all = whole / max(sum(found["drafts"] for found in drafting), 1)
-    rates = " ".join(f"{rate:.2f}" for rate in last["conditional_acceptance"])
+    rates = " ".join(f"{rate:.2f}" for rate in summary["alpha_by_position"])
     said = [
         f"{summary['task']}: alpha = {summary['alpha']:.3f} ({accepted} of {reached} drafted tokens accepted whose "
         f"predecessors all were, all K together: the maximum of the likelihood).",
         f"The formula (1 - alpha^(K+1))/(1 - alpha) is off by {worst['formula']:.1%} at worst from the tokens that a "
-        f"round with a draft gave; averaged over the lengths that drafts had, by {worst['lengths']:.1%}; with the "
-        f"acceptance of each position instead of one alpha, by {worst['positions']:.1%}.",
+        f"round with a draft gave; averaged over the lengths that drafts had, by {worst['lengths']:.1%}; with an "
+        f"alpha for each position, by {worst['positions']:.1%}.",
         f"{share:.1%} of the rounds with K > 0 drafted, {of_all:.1%} of those drafts had K tokens; acceptance by "
-        f"position, given all before, at K = {last['k']}: {rates}.",
+        f"position, given all before, all K together: {rates}.",
     ]
     outside = _outside(summary["by_k"])
     if worst["formula"] > 0.03 and not outside:

@@ -41,7 +41,7 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(model: str, sums: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run") / "of-sums"
-    result = run("gsm8k", "--data", sums, "--out", folder, "--model", model, "--draft", model, "--limit", 6)
+    result = run("gsm8k", "--data", sums, "--out", folder, "--model", model, "--draft", model, "-k", 3, "--limit", 6)
     assert result.stdout.startswith("# 6 of 12 GSM8K problems\n")
     assert result.stdout.strip() == (folder / "table.md").read_text().strip()
     return folder
@@ -116,7 +116,8 @@ def test_a_process_that_is_stopped_loses_nothing_and_goes_on(
     model: str, sums: Path, whole: Path, tmp_path: Path, how: signal.Signals
 ) -> None:
     out = tmp_path / "run"
-    asked = ["gsm8k", "--data", str(sums), "--out", str(out), "--model", model, "--draft", model, "--limit", "6"]
+    drafting = ["--model", model, "--draft", model, "-k", "3"]
+    asked = ["gsm8k", "--data", str(sums), "--out", str(out), *drafting, "--limit", "6"]
     process = subprocess.Popen(
         [sys.executable, "-m", "paceline", "bench", *asked],
         stdout=subprocess.PIPE,
