@@ -19,8 +19,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from paceline.evaluation.record import circumstances
-from paceline.evaluation.tasks import Task, humaneval, prompt_tokens, xsum
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,6 +26,8 @@ from rich.table import Table
 from paceline import LLM
 from paceline.decoding.stats import Stats
 from paceline.evaluation.intervals import bootstrap
+from paceline.evaluation.record import circumstances
+from paceline.evaluation.tasks import Task, humaneval, prompt_tokens, xsum
 from paceline.models.decoder import Decoder, pack
 from paceline.sampling.params import SamplingParams
 

@@ -5,7 +5,7 @@
 DATA is a folder with xsum_test_100.jsonl, gsm8k_test.jsonl and spec_bench.jsonl; what is not there is left out. A draft
 is "ngram", a folder made by `paceline train`, or "ngram+FOLDER" (prompt lookup where it finds something); "@0.3" behind
 a folder ends its drafts by `draft_p_min`.
-HumanEval's prompts are continued as they are; the others go through the chat template.
+The prompts are those of `paceline bench`.
 
 Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
 speed-up is the ratio of the seconds of a task's prompts, its interval a bootstrap over prompts. Greedy texts must equal
@@ -15,15 +15,10 @@ they are), where they fit its context. Ends in one JSON line.
 
 from __future__ import annotations
 
-import gzip
 import json
-import os
-import platform
 import random
-import subprocess
 import sys
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,36 +31,28 @@ from rich.table import Table
 
 from paceline import LLM, SamplingParams
 from paceline.decoding.stats import Stats
+from paceline.evaluation.intervals import ratio
+from paceline.evaluation.record import circumstances
+from paceline.evaluation.tasks import gsm8k, humaneval, prompt_tokens, spec_bench, xsum
 from paceline.proposers.first import FirstOf
 from paceline.proposers.ngram import NgramProposer
 
 SETTLE_S = 0.05
 """The threads of one side spin for a while behind their work, and take the other's processors."""
-MT_BENCH = {"writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities"}
-SUMMARISE = "Summarise the article in one sentence.\n\n"
 
 
-def tasks(data: Path, human_eval: Path | None, count: int, llm: LLM) -> dict[str, list[list[int]]]:
+def prompts_of(data: Path, human_eval: Path | None, count: int, llm: LLM) -> dict[str, list[list[int]]]:
     """The prompts of each task, as tokens."""
-
-    def lines(name: str) -> list[dict[str, Any]]:
-        file = data / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-    def chat(text: str) -> list[int]:
-        return llm.tokenizer.encode_chat([{"role": "user", "content": text}])
-
-    found: dict[str, list[list[int]]] = {}
-    if human_eval:
-        with gzip.open(human_eval, "rt") as file:
-            found["HumanEval"] = [llm.tokenizer.encode(json.loads(line)["prompt"]) for line in file]
-    found["XSum"] = [chat(SUMMARISE + line["document"]) for line in lines("xsum_test_100.jsonl")]
-    found["GSM8K"] = [chat(line["question"]) for line in lines("gsm8k_test.jsonl")]
-    for line in lines("spec_bench.jsonl"):
-        name = "MT-bench" if line["category"] in MT_BENCH else line["category"]
-        found.setdefault(f"Spec-Bench {name}", []).append(chat(line["turns"][0]))
+    readers = {"xsum_test_100.jsonl": xsum, "gsm8k_test.jsonl": gsm8k, "spec_bench.jsonl": spec_bench}
+    found = [humaneval(human_eval)] if human_eval else []
+    found += [read(data / name) for name, read in readers.items() if (data / name).exists()]
+    prompts: dict[str, list[list[int]]] = {}
+    for task in found:
+        for item in task.items:
+            name = f"{task.name} {item.category}".strip()
+            prompts.setdefault(name, []).append(prompt_tokens(item, llm.tokenizer))
     shuffle = random.Random(0)
-    return {name: shuffle.sample(prompts, min(count, len(prompts))) for name, prompts in found.items() if prompts}
+    return {name: shuffle.sample(of_task, min(count, len(of_task))) for name, of_task in prompts.items()}
 
 
 def drafting(llm: LLM, draft: str, k: int) -> LLM:
@@ -86,14 +73,10 @@ def drafting(llm: LLM, draft: str, k: int) -> LLM:
 
 
 def interval(plain: list[float], mine: list[float]) -> tuple[float, float, float]:
-    """The ratio of the sums, and the middle 95% of it over resampled prompts."""
-    draw = random.Random(0)
-    ratios = []
-    for _ in range(1000):
-        chosen = draw.choices(range(len(plain)), k=len(plain))
-        ratios.append(sum(plain[n] for n in chosen) / sum(mine[n] for n in chosen))
-    ratios.sort()
-    return sum(plain) / sum(mine), ratios[25], ratios[975]
+    """The ratio of the sums, and its interval over prompts."""
+    found = ratio(plain, mine)
+    assert found
+    return found.value, found.low, found.high
 
 
 def main(
@@ -122,7 +105,7 @@ def main(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=1)
     chosen = {
         name: found
-        for name, found in tasks(data, human_eval, prompts, plain).items()
+        for name, found in prompts_of(data, human_eval, prompts, plain).items()
         if not only or any(part.lower() in name.lower() for part in only)
     }
     for llm in (plain, *sides.values()):  # warm up
@@ -188,14 +171,7 @@ def main(
             )
         table.add_section()
     console.print(table)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    setting = {
-        "command": " ".join(sys.argv),
-        "commit": commit,
-        "machine": f"{platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads",
-        "versions": {name: version(name) for name in ("torch", "numpy", "transformers")},
-    }
-    print(json.dumps({"benchmark": "tasks", **setting, "results": results}))
+    print(json.dumps({"benchmark": "tasks", **circumstances(), "results": results}))
 
 
 if __name__ == "__main__":

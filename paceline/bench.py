@@ -6,7 +6,7 @@ Arguments in, calls of `evaluation` out. Imports nothing heavy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,7 +71,8 @@ def sweep(
 
     from paceline.evaluation import command
 
-    llm, record = model.load(), _record(model)
+    # A number, so that no costs are measured for choosing K by.
+    llm, record = replace(model, draft_tokens=str(most)).load(), _record(model)
     record.pop("draft_tokens")
     for line in command.run_sweep(files, out, llm, record, most=most, tokens=tokens, limit=limit, seed=seed):
         typer.echo(line)

@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 PART_COLOURS = dict(zip(PARTS, ("#E69F00", "#0072B2", "#009E73", "#999999"), strict=True))
 TASK_STYLES = (("#0072B2", "o", ""), ("#D55E00", "s", "///"), ("#009E73", "^", "..."))
 """By task: colour, marker, hatch."""
+BELOW: dict[str, Any] = {
+    "loc": "upper center",
+    "bbox_to_anchor": (0.5, -0.13),
+    "frameon": False,
+    "ncols": 2,
+    "fontsize": "small",
+}
+"""Legends hide nothing there."""
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -49,13 +57,13 @@ def _svg(figure: Figure) -> str:
 
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "paceline"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return buffer.getvalue()
 
 
 def figure_1(tasks: Sequence[Mapping[str, Any]]) -> Figure:
     """Three panels by K: time of a round by its parts, efficiency, time per 128 tokens with its spread."""
-    figure = new_figure(15, 5)
+    figure = new_figure(15, 6)
     loop, efficiency, total = figure.subplots(1, 3)
     _loop(loop, tasks)
     _efficiency(efficiency, tasks)
@@ -86,10 +94,9 @@ def _loop(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
         Patch(facecolor="#cccccc", edgecolor="white", hatch=hatch, label=task["task"])
         for task, (_, _, hatch) in zip(tasks, TASK_STYLES, strict=False)
     ]
-    axes.legend(handles=[*parts, *shapes], loc="upper left", frameon=False, ncols=2)
+    axes.legend(handles=[*parts, *shapes], **BELOW)
     axes.set_title("Time of a round")
     axes.set_ylabel("ms a round (mean)")
-    axes.set_ylim(top=1.3 * max(sum(found["parts_ms"].values()) for task in tasks for found in task["by_k"]))
 
 
 def _efficiency(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
@@ -98,19 +105,18 @@ def _efficiency(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
         values = [f["value"] for f in found]
         errors = [[f["value"] - f["low"] for f in found], [f["high"] - f["value"] for f in found]]
         ks = [f["k"] for f in task["by_k"]]
-        axes.errorbar(
-            ks, values, yerr=errors, color=colour, marker=marker, capsize=3, label=f"{task['task']}, measured (95%)"
-        )
+        axes.plot(ks, values, color=colour, marker=marker, label=f"{task['task']}: measured (95%)")
+        axes.errorbar(ks, values, yerr=errors, fmt="none", ecolor=colour, capsize=3)
         if task["alpha"] is None:
             continue
         formula = [expected_length([task["alpha"]] * k) / (k + 1) for k in ks]
-        label = f"formula, alpha = {task['alpha']:.2f}, every round drafting K"
+        label = f"{task['task']}: formula, alpha = {task['alpha']:.2f}"
         axes.plot(ks, formula, color=colour, linestyle="--", linewidth=1, label=label)
         predicted = [1.0, *(_expected_per_round(f) / (f["k"] + 1) for f in task["by_k"] if f["k"])]
-        axes.plot(ks, predicted, color=colour, linestyle=":", label="the same over the lengths drafted")
+        axes.plot(ks, predicted, color=colour, linestyle=":", label="formula, over actual drafts")
     axes.set_title("Efficiency")
     axes.set_ylabel("tokens a round / (K + 1)")
-    axes.legend(frameon=False, fontsize="small")
+    axes.legend(**BELOW)
 
 
 def _expected_per_round(found: Mapping[str, Any]) -> float:
@@ -123,12 +129,12 @@ def _total(axes: Axes, tasks: Sequence[Mapping[str, Any]]) -> None:
     for task, (colour, marker, _) in zip(tasks, TASK_STYLES, strict=False):
         ks = [found["k"] for found in task["by_k"]]
         times = {q: [found[f"ms_per_{PER}_tokens"][f"p{q}"] for found in task["by_k"]] for q in (10, 50, 90, 99)}
-        axes.plot(ks, times[50], color=colour, marker=marker, label=f"{task['task']}, P50")
+        axes.plot(ks, times[50], color=colour, marker=marker, label=f"{task['task']}: P50 of {task['items']} items")
         axes.fill_between(ks, times[10], times[90], color=colour, alpha=0.15, lw=0, label="P10 to P90")
-        axes.plot(ks, times[99], color=colour, linestyle=":", linewidth=1, label=f"P99 of {task['items']} items")
+        axes.plot(ks, times[99], color=colour, linestyle=":", linewidth=1, label="P99")
     axes.set_title(f"Time per {PER} tokens")
     axes.set_ylabel(f"ms per {PER} tokens, reading the prompt apart")
-    axes.legend(frameon=False, fontsize="small", loc="lower left")
+    axes.legend(**BELOW)
 
 
 def comparison(settings: Sequence[Mapping[str, Any]]) -> Figure:
@@ -172,7 +178,7 @@ def _items(axes: Axes, settings: Sequence[Mapping[str, Any]]) -> None:
     most = 0.0
     for setting, (colour, marker, _) in zip(settings, TASK_STYLES, strict=False):
         plain, speculative = ([item[m]["ms_per_token"] for item in setting["per_item"]] for m in METHODS)
-        axes.scatter(plain, speculative, s=12, color=colour, marker=marker, alpha=0.7, lw=0, label=setting["name"])
+        axes.scatter(plain, speculative, s=20, color=colour, marker=marker, alpha=0.7, lw=0, label=setting["name"])
         most = max([most, *plain, *speculative])
     axes.plot([0, most], [0, most], color="#555555", linewidth=1, label="equal")
     axes.set_title("Every item: faster below the line")

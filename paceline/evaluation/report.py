@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +29,7 @@ MEANINGS = {
     "bonus": "the model's own token behind a draft that was kept whole",
     "plain": "a round without a draft",
 }
+CODE = r"<code>\1</code>"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -53,7 +55,7 @@ def _section(folder: Path) -> Iterator[str]:
         if (folder / "sweep.json").exists():
             yield from _sweep(json.loads((folder / "sweep.json").read_text()))
             return
-    except (KeyError, TypeError, IndexError, AttributeError, AssertionError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{folder} does not hold what `paceline bench` writes: {type(error).__name__} {error}"
         ) from error
@@ -136,7 +138,8 @@ def _table(table: tables.Table) -> str:
 
 
 def _list(lines: Iterator[str] | Sequence[str]) -> str:
-    return "<ul>" + "".join(f"<li>{_escaped(line)}</li>" for line in lines) + "</ul>"
+    """What stands between backticks is code, as in the tables' Markdown."""
+    return "<ul>" + "".join(f"<li>{re.sub('`(.*?)`', CODE, _escaped(line))}</li>" for line in lines) + "</ul>"
 
 
 def _escaped(text: Any) -> str:

@@ -163,7 +163,7 @@ def verdict(summary: dict[str, Any]) -> list[str]:
     if worst["formula"] > 0.03:
         why = []
         if of_all < 0.99:
-            why.append("drafts are often shorter than K")
+            why.append(f"{1 - of_all:.0%} of the drafts are shorter than K")
         if worst["lengths"] > 0.03:
             why.append("acceptance is not the same at every position and in every round, as one alpha supposes")
         said.append(f"So the formula alone does not hold here within 3%: {' and '.join(why) or 'chance'}.")

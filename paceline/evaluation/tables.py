@@ -73,7 +73,7 @@ def notes(summary: Mapping[str, Any]) -> Iterator[str]:
         if samples > 1:
             yield (
                 f"{name}: times are those of one completion of each item, at batch 1, plain and speculative by turns; "
-                f"the other {samples - 1} samples ran in batches and count for quality and acceptance alone."
+                "further samples ran in batches and count for quality and acceptance alone."
             )
     yield (
         "ms per token: seconds of decoding over tokens behind the first one, reading the prompt apart. Speed-up: plain "

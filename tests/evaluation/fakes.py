@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from paceline import LLM, SamplingParams
 from paceline.evaluation.record import read_lines
 from paceline.evaluation.tasks import Item, Setting, Task
@@ -35,7 +38,16 @@ def task(items: int = 4, *, settings: Sequence[Setting] = (SAMPLED, GREEDY), two
 
 
 def tiny_llm(folder: Path, **options: Any) -> LLM:
-    return LLM(str(tiny.save(folder)), "ngram", device="cpu", **options)
+    """The draft is the target with noise on its weights: right often, and wrong often."""
+    target = tiny.save(folder / "target")
+    noisy = AutoModelForCausalLM.from_pretrained(target)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weights in noisy.parameters():
+            weights += 0.03 * weights.std() * torch.randn(weights.shape, generator=noise) if weights.dim() > 1 else 0
+    noisy.save_pretrained(folder / "draft")
+    tiny.tokenizer().save_pretrained(folder / "draft")
+    return LLM(str(target), str(folder / "draft"), device="cpu", draft_tokens=3, **options)
 
 
 def without_times(folder: Path) -> dict[str, Any]:

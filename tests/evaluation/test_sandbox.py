@@ -719,10 +719,18 @@ def test_no_privileges_are_left() -> None:
         assert not any((data[0], data[1], data[3], data[4])), list(data)
         assert libc.prctl(39, 0, 0, 0, 0) == 1, "no_new_privs"
         """
-    if os.geteuid() == 0:
-        program = textwrap.dedent(program) + "assert os.getgroups() == []\n"
     outcome = inside(program)
     assert outcome.passed, outcome
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be in groups at will, and can leave them")
+def test_roots_groups_are_left_behind() -> None:
+    look = "import os\nassert os.getgroups() == []"
+    call = f"from paceline.evaluation.sandbox import run\nimport os\nprint(os.getgroups(), run({look!r}).passed)"
+    command = [sys.executable, "-c", call]
+    cwd = Path(sandbox.__file__).parents[2]
+    done = subprocess.run(command, cwd=cwd, extra_groups=[4], capture_output=True, text=True)
+    assert done.stdout == "[4] True\n", done.stderr
 
 
 # --- the sandbox itself
