@@ -25,11 +25,12 @@ from rich.table import Table
 from paceline import LLM, SamplingParams
 from paceline.checkpoints.drafts import read_draft
 from paceline.checkpoints.folder import read_json
+from paceline.decoding.control import MAX_DRAFT
 from paceline.decoding.stats import Stats
 from paceline.models.decoder import Decoder
-from paceline.training.costs import measure
+from paceline.training.command import measured as measure
 from paceline.training.data import Answering, Prompt, Texts, read_prompts
-from paceline.training.evaluation import MAX_DRAFT, Evaluation, evaluate
+from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.learners import begin
 
 

@@ -259,11 +259,11 @@ def train(
     devices.
     """
     from paceline.terminal import note
+    from paceline.training.command import measured
     from paceline.training.command import train as make_draft
-    from paceline.training.costs import measure
 
     asked = vars(training) | {"cache_features": size(training.cache_features)}
-    make_draft(target, prompts, out, **asked, say=note, measure=measure)
+    make_draft(target, prompts, out, **asked, say=note, measure=measured)
 
 
 @command

@@ -34,7 +34,6 @@ import builtins, os, sys, types
 def main(verdict, path):
     write, getpid, leave = os.write, os.getpid, os._exit  # the program may replace them
     token, pid = os.read(0, 64), getpid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     write(verdict, token + b"started ")
     builtins.exit = builtins.quit = sys.exit
     sys.argv = [path]

@@ -20,11 +20,12 @@ from rich.progress import Progress
 
 from paceline.checkpoints.drafts import is_draft, read_draft
 from paceline.checkpoints.folder import read_json
+from paceline.decoding.control import MAX_DRAFT, Costs
 from paceline.engine.llm import LLM
 from paceline.models.decoder import Decoder
 from paceline.sampling.params import SamplingParams
 from paceline.training.data import Answering, Batch, Prompt, Texts, read_prompts
-from paceline.training.evaluation import MAX_DRAFT, Costs, Evaluation, evaluate
+from paceline.training.evaluation import Evaluation, evaluate
 from paceline.training.learners import Learner, begin, subsets
 from paceline.training.recipes import LEARNING_RATES, Recipe
 from paceline.training.reporting import Report
@@ -142,6 +143,11 @@ def train(
         _run(trainer, report, out, say)
     finally:
         world.leave()
+
+
+def measured(llm: LLM, draft: Path) -> Costs:
+    """What serving with the draft in this folder costs here."""
+    return llm.with_draft(draft, max_num_seqs=1).measure()
 
 
 def _costs(learner: Learner, llm: LLM, measure: Callable[[LLM, Path], Costs], say: Say) -> Costs:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from paceline.decoding.control import MAX_DRAFT, Costs
 from paceline.sampling.distribution import Among, Distribution, distributions
 from paceline.sampling.params import SamplingParams
 
@@ -26,24 +27,10 @@ if TYPE_CHECKING:
     from paceline.training.data import Batch
     from paceline.training.learners import Learner
 
-MAX_DRAFT = 8
-"""Acceptance length and speed-up are told for K = 1 to this."""
+CONTEXT = 128
+"""Tokens that speed-ups are told for."""
 ROWS = 64
 """Rows of logits over the whole vocabulary that are in memory at once."""
-
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds, measured on the machine that serves. Both lists hold one value for each of K = 1 to 8."""
-
-    plain_s: float
-    """One round that drafts nothing."""
-    score_s: list[float]
-    """The target's pass over K drafted tokens."""
-    draft_s: list[float]
-    """Drafting K tokens."""
-    other_s: float
-    """What else a round takes, verification among it."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +61,9 @@ class Evaluation:
         return list(accumulate(accumulate(along, mul), initial=1.0))[1:]
 
     def speedups(self, costs: Costs) -> list[float]:
-        """Against plain decoding, for K = 1 to 8."""
-        rounds = zip(self.lengths, costs.score_s, costs.draft_s, strict=True)
-        return [length * costs.plain_s / (score + draft + costs.other_s) for length, score, draft in rounds]
+        """Against plain decoding, for K = 1 to 8, one sequence at a time."""
+        rounds = [costs.round(k + 1, CONTEXT) + costs.draft(k, 1) for k in range(1, MAX_DRAFT + 1)]
+        return [length * costs.round(1, CONTEXT) / of_k for length, of_k in zip(self.lengths, rounds, strict=True)]
 
 
 @torch.no_grad()

@@ -19,7 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.training.evaluation import Costs, Evaluation
+from paceline.decoding.control import Costs
+from paceline.training.evaluation import Evaluation
 from paceline.training.trainer import Counters
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 
 from paceline import LLM, SamplingParams
 from paceline.cli import app
+from paceline.decoding.control import Costs
 from paceline.options import size
-from paceline.training import costs as measuring
+from paceline.training import command as measuring
 from paceline.training import trainer
 from paceline.training.data import Texts
-from paceline.training.evaluation import Costs
 from paceline.training.learners import KINDS
 from paceline.training.recipes import LEARNING_RATES
 from paceline.training.trainer import Trainer
@@ -70,14 +70,14 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-COSTS = Costs(plain_s=0.01, score_s=[0.01] * 8, draft_s=[0.0] * 8, other_s=0.0)
+COSTS = Costs(rows=(1, 9), round_s=(0.01, 0.01), context_s=(0.0, 0.0), batches=(1,), draft_s=((0.0, 0.0),), read_s=0.0)
 
 
 @pytest.fixture(autouse=True)
 def costs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring takes longer than all else here."""
     if "measured" not in request.node.name:
-        monkeypatch.setattr(measuring, "measure", lambda llm, folder: COSTS)
+        monkeypatch.setattr(measuring, "measured", lambda llm, folder: COSTS)
 
 
 def command(model: Path, prompts: Path, out: Path, *more: str, code: int = 0) -> str:
@@ -170,7 +170,7 @@ def test_measuring_leaves_a_draft_that_is_trained_alone(
         assert (tmp_path / "model.safetensors").read_bytes() == trained
         return COSTS
 
-    monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr(measuring, "measured", measure)
     command(models["llama"], prompts, tmp_path)
     assert (tmp_path / "model.safetensors").read_bytes() == trained
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.decoding.control import Costs
 from paceline.sampling.distribution import distributions
 from paceline.sampling.params import SamplingParams
 from paceline.training import evaluation
-from paceline.training.evaluation import Costs, Evaluation, evaluate
+from paceline.training.evaluation import Evaluation, evaluate
 from tests.training.fakes import FakeLearner, FakeSource, V
 
 REDUCED = torch.tensor([0, 2, 3, 5, 7, 11, 13, 17, 19, 22])
@@ -101,11 +102,16 @@ def test_lengths_go_on_with_the_last_alpha() -> None:
 
 def test_speedups_are_tokens_a_second_against_plain_decoding() -> None:
     found = Evaluation(alpha=[0.5], greedy=[0.5], rows=10)
-    costs = Costs(plain_s=0.01, score_s=[0.012] * 8, draft_s=[0.001 * k for k in range(1, 9)], other_s=0.002)
-    assert found.speedups(costs)[0] == pytest.approx(1.5 * 0.01 / 0.015)
-    assert found.speedups(costs)[7] == pytest.approx(found.lengths[7] * 0.01 / 0.022)
-    with pytest.raises(ValueError):
-        found.speedups(Costs(plain_s=1, score_s=[1], draft_s=[1], other_s=0))
+    costs = Costs(
+        rows=(1, 9),
+        round_s=(0.01, 0.026),
+        context_s=(0.0, 0.0),
+        batches=(1,),
+        draft_s=(tuple(0.001 * k for k in range(9)),),
+        read_s=0.0,
+    )
+    assert found.speedups(costs)[0] == pytest.approx(1.5 * 0.01 / 0.013)
+    assert found.speedups(costs)[7] == pytest.approx(found.lengths[7] * 0.01 / 0.034)
 
 
 def test_parameters_that_look_back_are_refused() -> None:

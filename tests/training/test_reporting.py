@@ -11,11 +11,18 @@ import pytest
 import torch
 from rich.console import Console
 
-from paceline.training.evaluation import Costs
+from paceline.decoding.control import Costs
 from paceline.training.reporting import Report
 from paceline.training.trainer import Counters
 
-COSTS = Costs(plain_s=0.01, score_s=[0.011] * 8, draft_s=[0.0005 * k for k in range(1, 9)], other_s=0.001)
+COSTS = Costs(
+    rows=(1, 9),
+    round_s=(0.01, 0.012),
+    context_s=(0.0, 0.0),
+    batches=(1,),
+    draft_s=(tuple(0.0005 * k for k in range(9)),),
+    read_s=0.0,
+)
 MEASURED = {"loss": 2.5, "lr": 0.001, "grad_norm": 0.7, "tokens_per_s": 1234.0}
 
 
@@ -47,7 +54,7 @@ def test_the_log_has_a_line_for_each_step_and_evaluation(tmp_path: Path) -> None
     assert last["greedy"] == pytest.approx([0.63, 0.45])
     assert last["rows"] == 100
     assert last["acceptance_lengths"][1] == pytest.approx(1 + 0.7 + 0.35)
-    assert last["speedups"][1] == pytest.approx(2.05 * 0.01 / (0.011 + 0.001 + 0.001))
+    assert last["speedups"][1] == pytest.approx(2.05 * 0.01 / (0.0105 + 0.001))
 
 
 def test_a_terminal_shows_a_table_that_lives(tmp_path: Path) -> None:
