@@ -16,6 +16,8 @@ from paceline.evaluation import bench
 from paceline.evaluation.bench import chosen, fitting, measure, round_lengths, score, seed_of, with_samples
 from paceline.evaluation.command import measured
 from paceline.evaluation.record import RunFolder, read_lines
+from paceline.evaluation.sandbox import SandboxUnavailable
+from paceline.evaluation.tasks import Item
 from tests.evaluation.fakes import GREEDY, SAMPLED, task, tiny_llm, without_times
 
 ASKED: dict[str, Any] = {"limit": None, "seed": 3}
@@ -151,6 +153,16 @@ def test_a_folder_of_other_results_is_refused(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"settings": 1}')
     with pytest.raises(ValueError, match="does not describe a run"):
         measured(task(), tmp_path, llm, {}, **ASKED)
+
+
+@pytest.mark.parametrize("error", [ImportError("needs rouge-score"), SandboxUnavailable("needs rouge-score")])
+def test_what_scoring_lacks_is_said_before_anything_is_measured(llm: LLM, tmp_path: Path, error: Exception) -> None:
+    def lacking(item: Item, texts: Sequence[str]) -> list[float]:
+        raise error
+
+    with pytest.raises(ValueError, match="needs rouge-score"):
+        measured(replace(task(), scorer=lacking), tmp_path / "run", llm, {}, **ASKED)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_broken_line_is_named(whole: Path, llm: LLM, tmp_path: Path) -> None:

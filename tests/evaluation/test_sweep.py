@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline import LLM
+from paceline import LLM, SamplingParams
 from paceline.decoding.stats import Stats
 from paceline.evaluation import sweep
 from paceline.evaluation.command import run_sweep, swept
 from paceline.evaluation.record import read_lines
 from paceline.evaluation.sweep import expected_length, summarise, verdict
+from paceline.evaluation.tasks import Setting
 from tests.evaluation.fakes import GREEDY, SAMPLED, task, tiny_llm, without_times
 
 ASKED: dict[str, Any] = {"most": 3, "tokens": 12, "limit": None, "seed": 1}
@@ -47,6 +48,11 @@ def test_every_item_runs_with_every_k_to_the_same_length(whole: Path) -> None:
             assert len(run["stats"]["drafts_of"]) <= run["k"]
             if run["k"] == 0:
                 assert run["stats"]["rounds"] == 11
+
+
+def test_the_end_of_a_text_and_stop_strings_are_ignored() -> None:
+    asked = task(1, settings=[Setting("s", SamplingParams(temperature=0.7, n=5, stop="x", max_tokens=3)), GREEDY])
+    assert sweep.sweep_params(asked, 12) == SamplingParams(temperature=0.7, max_tokens=12, ignore_eos=True)
 
 
 def test_a_killed_sweep_goes_on_to_the_same_counts(whole: Path, llm: LLM, tmp_path: Path) -> None:
