@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proposers": {"sampling", "models"},
     "decoding": {"sampling", "models", "proposers"},
     "engine": {"sampling", "models", "checkpoints", "proposers", "decoding"},
+    "evaluation": {"sampling", "models", "checkpoints", "proposers", "decoding", "engine"},
     "training": {"sampling", "models", "kernels", "checkpoints", "proposers", "decoding", "engine"},
 }
 """What each part may import of its siblings; the command line may import everything, lazily."""

@@ -35,7 +35,7 @@ from paceline.proposers.ngram import NgramProposer
 from paceline.proposers.vocabulary import ReducedVocabulary, VocabularyMap
 from paceline.sampling.distribution import Among
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.sampler import RULES, Sampler
+from paceline.sampling.sampler import RULES, Rule, Sampler
 from paceline.sampling.streams import Stream
 
 if TYPE_CHECKING:
@@ -121,6 +121,15 @@ class LLM:
         other._new_proposer = new_proposer
         other._max_num_seqs = max_num_seqs or self._max_num_seqs
         return other
+
+    @property
+    def proposers(self) -> NewProposer:
+        """What makes the proposer of each run."""
+        return self._new_proposer
+
+    @property
+    def rule(self) -> Rule:
+        return self._rule
 
     def generate(
         self,
