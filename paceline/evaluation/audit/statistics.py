@@ -27,7 +27,8 @@ CONTRASTS = {
     "draft's top": "the draft's most probable token",
     "target's top": "the target's most probable token",
     "low half": "tokens in the lower half of p, in the order of their ids",
-    "low favoured": "favoured tokens in the lower half of q, in the order of their ids",
+    "below": "favoured tokens that all numbers which draw them would accept, were they used for that too",
+    "above": "favoured tokens that none of these numbers would accept",
     "again": "tokens that were given since the context",
 }
 POWER = 0.95
@@ -49,10 +50,14 @@ def contrasts(p_V: Vector, q_V: Vector | None, prefix: Sequence[int]) -> list[np
     again = np.zeros(len(p_V), bool)
     again[list(prefix)] = True
     if q_V is None:
-        return [None, None, top, low, None, again if prefix else None]
+        return [None, None, top, low, None, None, again if prefix else None]
     favoured, of_draft = q_V > p_V, np.zeros(len(p_V), bool)
     of_draft[q_V.argmax()] = True
-    return [favoured, of_draft, top, low, favoured & (q_V.cumsum() - q_V < 0.5), again if prefix else None]
+    # A token is drawn from q by the numbers between `start` and `end`, and accepted by those below p / q.
+    end_V = q_V.cumsum()
+    start_V, accepted_V = end_V - q_V, p_V / np.where(favoured, q_V, 1)
+    below, above = favoured & (end_V <= accepted_V), favoured & (start_V >= accepted_V)
+    return [favoured, of_draft, top, low, below, above, again if prefix else None]
 
 
 @dataclass
