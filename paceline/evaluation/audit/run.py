@@ -162,6 +162,7 @@ class _Run:
             "vocabulary": subject.target.vocab_size,
         }
         self.journal = Journal(None if folder is None else folder / "steps.jsonl", asked)
+        self._scorer: tuple[Sequence[Context], Subject, Exact] | None = None
 
     def certificate(self, about: dict[str, Any]) -> Certificate:
         size = self.size
@@ -226,7 +227,7 @@ class _Run:
 
             def examine(start: int = start, group: Sequence[Context] = group) -> Any:
                 bench = Bench(self.subject, group, ahead=self.size.ahead)
-                exact = Exact(self.subject, group, ahead=self._ahead)
+                exact = self._exact(self.subject, group)
                 first = identity.examine(bench, exact, self.subject.decide, seed=self._seed(start))
                 return {"identity": first, "sample": self._sampled(bench, exact, start)}
 
@@ -236,10 +237,13 @@ class _Run:
             self.say(f"{start + len(group)} of {len(contexts)} contexts, {sample.trials} rounds sampled")
         return whole, sample
 
-    @property
-    def _ahead(self) -> int:
-        """Tokens behind a context that plain passes score."""
-        return max(self.size.ahead, self.subject.draft_tokens) + 1
+    def _exact(self, right: Subject, group: Sequence[Context]) -> Exact:
+        """The last one that was made is kept: controls mostly look at the same contexts."""
+        if self._scorer is None or self._scorer[:2] != (group, right):
+            ahead = max(self.size.ahead, self.subject.draft_tokens) + 1
+            self._scorer = None  # its memory first
+            self._scorer = (group, right, Exact(right, group, ahead=ahead))
+        return self._scorer[2]
 
     def _seed(self, context: int) -> int:
         return (self.seed + 1) * 1_000_003 + context
@@ -324,7 +328,7 @@ class _Run:
         self, faulty: Subject, right: Subject, contexts: Sequence[Context], noise: replay.Noise
     ) -> tuple[bool, str]:
         group = contexts[: self.size.slots]
-        bench, exact = Bench(faulty, group, ahead=self.size.ahead), Exact(right, group, ahead=self._ahead)
+        bench, exact = Bench(faulty, group, ahead=self.size.ahead), self._exact(right, group)
         found = identity.examine(bench, exact, faulty.decide if right.decide else None, seed=self._seed(0))
         return not found.exact(noise.variation), identity_summary(found)
 
@@ -351,7 +355,7 @@ class _Run:
         sample, look = Sample(self.size.ahead), 1
         tested = None
         for number, (start, group) in enumerate(self._groups(contexts), start=1):
-            bench, exact = Bench(faulty, group, ahead=self.size.ahead), Exact(right, group, ahead=self._ahead)
+            bench, exact = Bench(faulty, group, ahead=self.size.ahead), self._exact(right, group)
             sample.extend(self._sampled(bench, exact, start))
             if number < look and start + len(group) < len(contexts):
                 continue
