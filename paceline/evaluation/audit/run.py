@@ -20,7 +20,7 @@ from paceline.evaluation.audit import identity, replay, statistics
 from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level, jsonable
 from paceline.evaluation.audit.faults import FAULTS, PENALTIES, Fault, Pair, penalising, why_not
 from paceline.evaluation.audit.prompts import PROMPTS
-from paceline.evaluation.audit.statistics import Cells, Counts, Sample, share
+from paceline.evaluation.audit.statistics import Cells, Sample, share
 from paceline.evaluation.audit.subject import DECIDES, Subject
 from paceline.evaluation.audit.trials import Bench, Context, Exact, Found, find_contexts
 from paceline.sampling.params import SamplingParams
@@ -233,7 +233,7 @@ class _Run:
 
             done = self.journal.once(f"contexts {start}", examine)
             whole.extend(identity.Identity(**done["identity"]))
-            sample.extend(_sample(done["sample"]))
+            sample.extend(Sample.load(done["sample"]))
             self.say(f"{start + len(group)} of {len(contexts)} contexts, {sample.trials} rounds sampled")
         return whole, sample
 
@@ -367,11 +367,6 @@ class _Run:
                 break
         assert tested is not None
         return not tested.exact, f"p = {tested.worst_p_value:.1e} after {tested.trials} rounds"
-
-
-def _sample(stored: dict[str, Any]) -> Sample:
-    counts = {key: Counts(**each) for key, each in stored["counts"].items()}
-    return Sample(**{**stored, "counts": counts, "cells": [Cells(**each) for each in stored["cells"]]})
 
 
 def identity_summary(found: identity.Identity) -> str:

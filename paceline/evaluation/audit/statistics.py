@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -230,14 +231,29 @@ class Sample:
     impossible: int = 0
     """Tokens that p gives no probability."""
 
-    def add(self, p_V: Vector, q_V: Vector | None, prefix: Sequence[int], tokens: Sequence[int]) -> None:
-        """`tokens`: what the trials gave behind `prefix`, position len(prefix) + 1."""
+    def add(
+        self,
+        p_V: Vector,
+        q_V: Vector | None,
+        prefix: Sequence[int],
+        tokens: Sequence[int],
+        *,
+        position: int | None = None,
+    ) -> None:
+        """`tokens`: what the trials gave behind `prefix`, at its end unless `position` says where."""
+        position = len(prefix) + 1 if position is None else position
         self.impossible += sum(p_V[token] <= 0 for token in tokens)
         for name, members_V in zip(CONTRASTS, contrasts(p_V, q_V, prefix), strict=True):
             if members_V is None:
                 continue
-            counts = self.counts.setdefault(f"{len(prefix) + 1}/{name}", Counts())
+            counts = self.counts.setdefault(f"{position}/{name}", Counts())
             counts.add(float(p_V[members_V].sum()), len(tokens), sum(bool(members_V[token]) for token in tokens))
+
+    @staticmethod
+    def load(stored: dict[str, Any]) -> Sample:
+        """From its fields, as JSON has them."""
+        counts = {key: Counts(**each) for key, each in stored["counts"].items()}
+        return Sample(**{**stored, "counts": counts, "cells": [Cells(**each) for each in stored["cells"]]})
 
     def extend(self, other: Sample) -> None:
         for key, counts in other.counts.items():
