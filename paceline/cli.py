@@ -268,7 +268,13 @@ def audit(
     from paceline.evaluation.audit.command import audit as run
 
     code = run(
-        target, None if prompts is None else _read_prompts([], prompts), chat, out, size=size, model=model, sampling=sampling
+        target,
+        None if prompts is None else _read_prompts([], prompts),
+        chat,
+        out,
+        size=size,
+        model=model,
+        sampling=sampling,
     )
     raise typer.Exit(code)
 

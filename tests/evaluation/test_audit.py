@@ -275,9 +275,7 @@ def test_a_flip_is_a_near_tie_only_within_the_noise(folders: tuple[str, str]) ->
     verdicts = {}
     for scores in (0.0, 1e-6, 1e3):
         noise = replay.Noise(positions=1, scores=scores, variation=0.0)
-        found = replay.examine(
-            subject, other, subject, prompts, seed=0, tokens=8, batch_sizes=(2,), noise=noise
-        )
+        found = replay.examine(subject, other, subject, prompts, seed=0, tokens=8, batch_sizes=(2,), noise=noise)
         assert [flip.position for flip in found.flips] == [5] * 4
         verdicts[scores] = found.errors
     assert verdicts == {0.0: 4, 1e-6: 4, 1e3: 0}
@@ -344,7 +342,19 @@ def test_the_command(folders: tuple[str, str], tmp_path: Path) -> None:
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
-    asked = ["audit", folders[0], "--draft", folders[1], "--prompts", str(prompts), "--raw", "-k", "3", "--threads", "1"]
+    asked = [
+        "audit",
+        folders[0],
+        "--draft",
+        folders[1],
+        "--prompts",
+        str(prompts),
+        "--raw",
+        "-k",
+        "3",
+        "--threads",
+        "1",
+    ]
     asked += ["--contexts", "16", "--rounds", "10", "--verify", "coupled", "--ignore-eos", "--out", str(tmp_path / "c")]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output

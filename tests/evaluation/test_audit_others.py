@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ def test_an_engine_is_held_against_its_own_target(fault: str, verdict: str) -> N
     assert all(control.caught for control in certificate.controls)
 
 
-def test_the_assisted_generation_of_transformers(folders: tuple[str, str], tmp_path: Any) -> None:  # noqa: F811
+def test_the_assisted_generation_of_transformers(folders: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
     model = ModelOptions(model=folders[0], draft=folders[1], draft_tokens=3)
     size = Size(contexts=8, rounds=25, ahead=2)
     certificate = audit_other(
@@ -88,14 +89,14 @@ def test_the_assisted_generation_of_transformers(folders: tuple[str, str], tmp_p
     assert {c.fault: c.caught for c in certificate.controls}["accept everything"]
 
 
-def test_other_engines_are_asked_for_temperature_and_filters_alone() -> None:
+def test_other_engines_are_asked_for_temperature_and_filters_alone(tmp_path: Path) -> None:
     for params, match in (
         (SamplingParams(presence_penalty=1.0), "presence_penalty is 1.0"),
         (SamplingParams(temperature=0), "need chance"),
     ):
         with pytest.raises(ValueError, match=match):
             audit_other(
-                "transformers", None, ModelOptions(), params, None, SIZE, seed=0, out=None, say=lambda text: None  # type: ignore[arg-type]
+                "transformers", None, ModelOptions(), params, None, SIZE, seed=0, out=tmp_path, say=lambda text: None
             )
 
 
@@ -164,6 +165,4 @@ def test_a_server_without_log_probabilities_is_told_of(address: tuple[str, float
     with pytest.raises(ValueError, match="no address"):
         complete("file:///etc/passwd", body)
     with pytest.raises(ValueError, match="temperature 1"):
-        audit_server(
-            address[0], "m", SamplingParams(top_p=0.9), None, SIZE, seed=0, out=None, say=lambda text: None
-        )
+        audit_server(address[0], "m", SamplingParams(top_p=0.9), None, SIZE, seed=0, out=None, say=lambda text: None)

@@ -165,9 +165,7 @@ def _raw_sampler(right: Sampler) -> Sampler:
 
 
 def _raw(subject: Subject) -> Subject:
-    return replace(
-        subject, new_proposer=lambda slots, capacity: _RawProposer(subject.new_proposer(slots, capacity))
-    )
+    return replace(subject, new_proposer=lambda slots, capacity: _RawProposer(subject.new_proposer(slots, capacity)))
 
 
 class _OffByOne:

@@ -134,7 +134,7 @@ def examine(bench: Bench, exact: Exact, decide: Decide | None, *, seed: int) -> 
         found.drafted += len(draft)
         if not draft.tokens:
             continue
-        found.by_chance += sum(np.count_nonzero(q.probs) > 1 for q in draft.probs)
+        found.by_chance += sum(int(np.count_nonzero(q.probs) > 1) for q in draft.probs)
         found.overlap.append(float(np.minimum(share(p_S[0]), share(draft.probs[0])).sum()))
         found.proposals.append(max(_drawn_apart(note, draft)))
         if decide is not None:
@@ -158,7 +158,7 @@ def _tables(p_S: Sequence[Distribution], draft: Draft) -> tuple[list[Vector], li
 
     Three of each for the enumeration: (), and two more that stand behind the drafted tokens in turn.
     """
-    p_cut, q_cut = [], []
+    p_cut, q_cut = list[Vector](), list[Vector]()
     for t in range(3):
         p_V = share(p_S[min(t, len(draft) - 1)])
         q_V = share(draft.probs[min(t, len(draft) - 1)])
@@ -188,11 +188,11 @@ def _recombined(decide: Decide, p_cut: list[Vector], q_cut: list[Vector]) -> flo
     shares = [share(p(i)) for i in range(size)]
     wanted = share(first_p)[:, None] * np.array(shares)
     given = np.zeros((size, size))
-    for i, j in itertools.product(np.flatnonzero(share(first_q)), range(size)):
+    for i, j in itertools.product(np.flatnonzero(share(first_q)).tolist(), range(size)):
         chance = share(first_q)[i] * share(q(i))[j]
         if chance == 0:
             continue
-        draft = Draft((int(i), j), (first_q, q(i)))
+        draft = Draft((i, j), (first_q, q(i)))
         p_S = [first_p, p(i), first_p]
         for weight, uniforms in _outcomes(decide, p_S, draft):
             accepted, rest = decide(p_S, draft, uniforms)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,7 +217,7 @@ class Sampled:
         )
         return self.of(index, samples)
 
-    def wrong(self, index: int, fault: str, seed: int) -> Sample:
+    def wrong(self, index: int, *, fault: str, seed: int) -> Sample:
         """First tokens of an engine that accepts everything, or that recovers from p; drawn here from p and q."""
         p = share(self._chosen(self.engine.logits(self.contexts[index], (), draft=False)[-1]))
         q = self.q(index)
@@ -265,18 +266,18 @@ def audit_engine(
     def collect(name: str, one: Callable[[int], Sample]) -> statistics.Statistics:
         whole = Sample(size.ahead)
         for index in range(len(contexts)):
-            whole.extend(Sample.load(journal.once(f"{name} {index}", lambda index=index: one(index))))
+            whole.extend(Sample.load(journal.once(f"{name} {index}", partial(one, index))))
             say(f"{name}: {index + 1} of {len(contexts)} contexts")
         return statistics.examine(whole, alarm=size.alarm, seed=seed, slack=0.001)
 
-    plain = collect("plain", lambda i: sampled.run(i, draft=False, seed=seed + 1))
-    assisted = collect("with the draft", lambda i: sampled.run(i, draft=True, seed=seed + 2))
+    plain = collect("plain", partial(sampled.run, draft=False, seed=seed + 1))
+    assisted = collect("with the draft", partial(sampled.run, draft=True, seed=seed + 2))
     controls = []
     for fault, what in (
         ("accept everything", "every drafted token stands"),
         ("residual = p", "a rejected token is replaced by one from p"),
     ):
-        found = collect(fault, lambda i, fault=fault: sampled.wrong(i, fault, seed))
+        found = collect(fault, partial(sampled.wrong, fault=fault, seed=seed))
         controls.append(
             Control(
                 fault=fault,
@@ -289,9 +290,7 @@ def audit_engine(
     overlap = float(
         np.mean(
             [
-                np.minimum(
-                    share(sampled._chosen(engine.logits(context, (), draft=False)[-1])), sampled.q(index)
-                ).sum()
+                np.minimum(share(sampled._chosen(engine.logits(context, (), draft=False)[-1])), sampled.q(index)).sum()
                 for index, context in enumerate(contexts)
             ]
         )
@@ -356,7 +355,9 @@ def audit_other(
     asked = SamplingParams(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
     for field in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         if getattr(params, field) != getattr(asked, field):
-            raise ValueError(f"{field} is {getattr(params, field)}: other engines are asked for temperature and filters")
+            raise ValueError(
+                f"{field} is {getattr(params, field)}: other engines are asked for temperature and filters"
+            )
     if params.temperature == 0:
         raise ValueError("temperature is 0, and statistics need chance: give 0.8, say")
     if name == "transformers" and params.top_k == 0:

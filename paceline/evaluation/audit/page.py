@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from paceline.evaluation.audit.certificate import Certificate, Control, Level, jsonable
+from paceline.evaluation.audit.statistics import CONTRASTS
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --quiet: #59636e; --line: #d5dae0; --paper: #ffffff; --soft: #f4f6f8;
@@ -18,7 +19,8 @@ body { margin: 2rem auto; max-width: 62rem; padding: 0 1rem; background: var(--p
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .verdict { border: 2px solid; border-radius: 6px; padding: .7rem 1rem; margin: 1rem 0; }
 .verdict b { font-size: 1.25rem; }
-.good { color: var(--good); } .bad { color: var(--bad); } .doubt { color: var(--doubt); } .quiet { color: var(--quiet); }
+.good { color: var(--good); } .bad { color: var(--bad); } .doubt { color: var(--doubt); }
+.quiet { color: var(--quiet); }
 .verdict ul, .verdict p { color: var(--ink); margin: .3rem 0; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; margin: .6rem 0; font-variant-numeric: tabular-nums; }
@@ -93,7 +95,8 @@ def _findings(findings: list[dict[str, Any]]) -> str:
         )
         for f in findings
     )
-    return _table(head, rows, numbers=range(2, 9))
+    named = "; ".join(f"<b>{escape(name)}</b>: {escape(what)}" for name, what in CONTRASTS.items())
+    return _table(head, rows, numbers=range(2, 9)) + f"<p class='quiet'>{named}.</p>"
 
 
 def _plot(findings: list[dict[str, Any]]) -> str:
@@ -125,8 +128,8 @@ def _plot(findings: list[dict[str, Any]]) -> str:
     label = "Observed less expected share of each count, in units of the limit"
     return (
         f"<figure style='margin:0'><svg viewBox='0 0 {width} {height}' role='img' aria-label='{label}'>"
-        f"{lines}{''.join(marks)}</svg><figcaption class='quiet'>{label} (beyond it, an exact engine falls by the stated"
-        " probability of a false alarm alone).</figcaption></figure>"
+        f"{lines}{''.join(marks)}</svg><figcaption class='quiet'>{label} (beyond it, an exact engine falls by the"
+        " stated probability of a false alarm alone).</figcaption></figure>"
     )
 
 
@@ -204,9 +207,7 @@ def _table(
     right = set(numbers)
 
     def cells(tag: str, row: Iterable[str]) -> str:
-        return "".join(
-            f"<{tag}{' class=n' if i in right else ''}>{escape(cell)}</{tag}>" for i, cell in enumerate(row)
-        )
+        return "".join(f"<{tag}{' class=n' if i in right else ''}>{escape(cell)}</{tag}>" for i, cell in enumerate(row))
 
     top = f"<tr>{cells('th', names)}</tr>" if head else ""
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)

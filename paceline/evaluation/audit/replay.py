@@ -150,7 +150,7 @@ def _flip(
         plain=pair[0],
         speculative=pair[1],
         margin=margin,
-        near_tie=0 < noise.scores and margin <= 2 * noise.scores,
+        near_tie=noise.scores > 0 and margin <= 2 * noise.scores,
     )
 
 

@@ -167,9 +167,7 @@ class _Run:
     def certificate(self, about: dict[str, Any]) -> Certificate:
         size = self.size
         found = self._contexts()
-        noise = replay.Noise(
-            **self.journal.once("noise", lambda: replay.measure_noise(self.subject, found.contexts))
-        )
+        noise = replay.Noise(**self.journal.once("noise", lambda: replay.measure_noise(self.subject, found.contexts)))
         self.say(f"rows of one position differ by {noise.variation:.1e} between passes")
         levels, controls, doubts = [], list[Control](), list[str]()
         if found.contexts:
@@ -186,7 +184,8 @@ class _Run:
                 controls += self._controls(fault, pair, found.contexts, noise)
         else:
             doubts.append(
-                f"the draft proposed nothing at any of {found.looked} places: use prompts that suit it, or another draft"
+                f"the draft proposed nothing at any of {found.looked} places: use prompts that suit it, or another "
+                "draft"
             )
         return Certificate(
             subject=about,
@@ -360,9 +359,7 @@ class _Run:
             if number < look and start + len(group) < len(contexts):
                 continue
             look *= 2
-            tested = statistics.examine(
-                sample, alarm=self.size.alarm, seed=self.seed, slack=10 * noise.variation
-            )
+            tested = statistics.examine(sample, alarm=self.size.alarm, seed=self.seed, slack=10 * noise.variation)
             if not tested.exact:
                 break
         assert tested is not None
@@ -453,6 +450,9 @@ def _statistics_level(found: statistics.Statistics, first: identity.Identity, co
         figures={
             "findings": [asdict(finding) for finding in found.findings],
             "fit": None if found.fit is None else asdict(found.fit),
+            "contexts": len(first.rows),
+            "trials": found.trials,
+            "p-value": found.worst_p_value,
             "detectable": found.detectable,
             "overlap of p and q": overlap,
             "places looked at": contexts.looked,
@@ -498,4 +498,6 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown processor"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +56,14 @@ def complete(server: str, body: dict[str, Any]) -> list[list[tuple[str, Row]]]:
     try:
         return [_choice(choice["logprobs"]) for choice in json.loads(data)["choices"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{url} gave no log-probabilities in the form of completions: does it support them?") from error
+        raise ValueError(
+            f"{url} gave no log-probabilities in the form of completions: does it support them?"
+        ) from error
 
 
 def _choice(logprobs: dict[str, Any]) -> list[tuple[str, Row]]:
     found = []
-    for token, own, top in zip(
-        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
-    ):
+    for token, own, top in zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True):
         row = {str(name): math.exp(min(0.0, float(value))) for name, value in top.items()}
         row.setdefault(str(token), math.exp(min(0.0, float(own))))
         found.append((str(token), row))
@@ -103,7 +104,8 @@ def audit_server(
     out: Path | None,
     say: Say,
 ) -> Certificate:
-    """`size.rounds` completions of `size.ahead` tokens for each of up to `size.contexts` prompts, continued as they are.
+    """`size.rounds` completions of `size.ahead` tokens for each of up to `size.contexts` prompts, continued
+    as they are.
 
     Raises ValueError where the parameters are other than temperature 1 without filters, or the server has no
     log-probabilities; OSError where it cannot be reached.
@@ -126,7 +128,7 @@ def audit_server(
     def collect(change: Callable[[int, Any], Any] = lambda index, choices: choices) -> statistics.Statistics:
         whole = Sample(size.ahead)
         for index in range(len(texts)):
-            choices = journal.once(f"prompt {index}", lambda index=index: ask(index))
+            choices = journal.once(f"prompt {index}", partial(ask, index))
             whole.extend(rows_of(change(index, choices), size))
             say(f"{index + 1} of {len(texts)} prompts")
         return statistics.examine(whole, alarm=size.alarm, seed=seed)

@@ -1,11 +1,12 @@
 """Level 3: are sampled tokens distributed as p says? Knows no model and no engine: tokens and distributions in.
 
-Two tests. Contrasts: sets of tokens, chosen by the context alone (those the draft favours, the target's favourite, ...),
-whose total count over all contexts is a sum of independent yes-or-no events of known probabilities under p. This sees
-small biases that point the same way everywhere, as those of all known faults do: towards the draft. Fit: Pearson's
-statistic of each context, added up and compared with simulations under p. This sees large ones, whichever way.
+Two tests. Contrasts: sets of tokens, chosen by the context alone (those the draft favours, the target's favourite and
+so on), whose total count over all contexts is a sum of independent yes-or-no events of known probabilities under p.
+This sees small biases that point the same way everywhere, as those of all known faults do: towards the draft. Fit:
+Pearson's statistic of each context, added up and compared with simulations under p. This sees large ones, whichever
+way.
 
-Shapes: V vocabulary, C contrasts, N trials.
+Shapes: V vocabulary, N trials.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Cells:
     @staticmethod
     def of(p_V: Vector, tokens: Sequence[int]) -> Cells:
         own = [int(i) for i in np.flatnonzero(p_V * len(tokens) >= _FEWEST_EXPECTED)]
-        counts = [sum(token == i for token in tokens) for i in own]
+        counts = [list(tokens).count(i) for i in own]
         probs, rest = [float(p_V[i]) for i in own], float(max(0.0, 1 - p_V[own].sum()))
         if rest < 1e-9:  # what rounding left of a certain distribution
             return Cells(probs, counts)

@@ -112,9 +112,9 @@ class Bench:
         capacity = min(subject.target.context - 1, max(len(c.tokens) for c in contexts) + room)
         target = _Remembering(subject.target)
         self.proposer = Watched(subject.new_proposer(len(contexts), capacity))
-        self._batch = replace(
-            subject, target=target, new_proposer=lambda slots, capacity: self.proposer
-        ).new_batch(len(contexts), capacity)
+        self._batch = replace(subject, target=target, new_proposer=lambda slots, capacity: self.proposer).new_batch(
+            len(contexts), capacity
+        )
         self._cache = target.cache
         self._trials: list[_Trial] = []
         for context in contexts:
@@ -212,8 +212,7 @@ class Exact:
     def learn(self, continuations: Sequence[Sequence[tuple[int, ...]]]) -> None:
         """Score, for each slot, its continuations and all their prefixes."""
         waiting = [
-            sorted({tuple(c) for c in mine if (i, tuple(c)) not in self._known})
-            for i, mine in enumerate(continuations)
+            sorted({tuple(c) for c in mine if (i, tuple(c)) not in self._known}) for i, mine in enumerate(continuations)
         ]
         while going := [i for i, left in enumerate(waiting) if left]:
             wanted = [(i, waiting[i].pop()) for i in going]
