@@ -17,14 +17,14 @@ from paceline.evaluation.audit import Certificate, Size, audit, replay, statisti
 from paceline.evaluation.audit.certificate import Control, Journal, Level
 from paceline.evaluation.audit.faults import ACCEPT_EVERYTHING, OFF_BY_ONE, RAW_Q, RESIDUAL_P
 from paceline.evaluation.audit.page import page
-from paceline.evaluation.audit.run import _subject
+from paceline.evaluation.audit.run import _Run, _subject
 from paceline.evaluation.audit.statistics import Cells, Counts, Sample
 from paceline.evaluation.audit.trials import Bench, Context, Exact
 from tests import tiny
 
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "def add(a", "Speculative sampling", "one two three one two"]
-SMALL = Size(contexts=24, rounds=30, slots=12, replay_tokens=16, batch_sizes=(1, 3))
+SMALL = Size(contexts=16, rounds=30, slots=16, replay_tokens=16, batch_sizes=(1, 3))
 
 
 @pytest.fixture(scope="module")
@@ -95,21 +95,20 @@ def test_the_other_rules_are_exact(folders: tuple[str, str], verify: str) -> Non
 
 
 def test_a_faulty_engine_is_not_exact(folders: tuple[str, str]) -> None:
-    from paceline.evaluation.audit.run import _Run
-
     llm = engine(folders)
-    right = _subject(llm, PARAMS)
     prompts = [llm.tokenizer.encode(text) for text in PROMPTS]
-    for fault in (RESIDUAL_P, ACCEPT_EVERYTHING, RAW_Q):
-        run = _Run(fault.make(right), prompts, replace(SMALL, contexts=12), 0, None, lambda text: None, {})
-        certificate = run.certificate({})
-        assert certificate.verdict == "not exact", fault.name
-        assert certificate.exit_code == 1
-        with pytest.raises(AssertionError, match="not exact"):
-            certificate.assert_exact()
-    # What is shifted in every pass is shifted in plain decoding's too: rows are held against rows of one position.
-    run = _Run(OFF_BY_ONE.make(right), prompts, replace(SMALL, contexts=12), 0, None, lambda text: None, {})
-    assert run.certificate({}).verdict == "not exact"
+    size = replace(SMALL, contexts=8, rounds=20)
+    for fault, levels in ((RESIDUAL_P, {1}), (ACCEPT_EVERYTHING, {1, 3}), (RAW_Q, {1}), (OFF_BY_ONE, {1, 3})):
+        run = _Run(fault.make(_subject(llm, PARAMS)), prompts, size, 0, None, lambda text: None, {})
+        first, sample = run._rounds(run._contexts().contexts)
+        failed = {1} if not first.exact(0.0) else set()
+        failed |= set() if statistics.examine(sample, alarm=1e-3).exact else {3}
+        assert failed >= levels, fault.name
+    run = _Run(ACCEPT_EVERYTHING.make(_subject(llm, PARAMS)), prompts, size, 0, None, lambda text: None, {})
+    certificate = run.certificate({})
+    assert certificate.exit_code == 1
+    with pytest.raises(AssertionError, match="not exact"):
+        certificate.assert_exact()
 
 
 def test_a_draft_equal_to_its_target_proves_nothing(folders: tuple[str, str]) -> None:
@@ -145,23 +144,23 @@ def test_an_audit_goes_on_where_it_was_interrupted(folders: tuple[str, str], tmp
         pass
 
     def stop(text: str) -> None:
-        if text.startswith("24 of"):
+        if text.startswith("8 of"):
             raise Stop
 
-    llm = engine(folders)
+    llm, size = engine(folders), replace(SMALL, contexts=8, rounds=4, slots=4)
     with pytest.raises(Stop):
-        audit(llm, PARAMS, PROMPTS, size=SMALL, out=tmp_path, say=stop)
+        audit(llm, PARAMS, PROMPTS, size=size, out=tmp_path, say=stop)
     steps = tmp_path / "steps.jsonl"
     kept = steps.read_text()
     assert kept.count('"step": "contexts ') == 2
     steps.write_text(kept + '{"step": "torn')
-    whole = audit(llm, PARAMS, PROMPTS, size=SMALL, out=tmp_path)
+    whole = audit(llm, PARAMS, PROMPTS, size=size, out=tmp_path)
     assert steps.read_text().startswith(kept)
-    fresh = audit(llm, PARAMS, PROMPTS, size=SMALL)
+    fresh = audit(llm, PARAMS, PROMPTS, size=size)
     assert whole.levels == fresh.levels
     assert whole.controls == fresh.controls
     with pytest.raises(ValueError, match="another setting"):
-        audit(llm, PARAMS, PROMPTS, size=SMALL, seed=1, out=tmp_path)
+        audit(llm, PARAMS, PROMPTS, size=size, seed=1, out=tmp_path)
 
 
 def test_rounds_begin_at_their_context_every_time(folders: tuple[str, str]) -> None:

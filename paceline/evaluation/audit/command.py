@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from paceline import terminal
 from paceline.evaluation.audit.certificate import Certificate
-from paceline.evaluation.audit.run import Size
+from paceline.evaluation.audit.run import Say, Size
 from paceline.evaluation.audit.run import audit as examine
 from paceline.options import AuditOptions, ModelOptions, SamplingOptions
 
@@ -37,42 +36,45 @@ def audit(
         model = replace(model, draft_tokens=4)
     seed = sampling.seed or 0
     extent = Size(contexts=size.contexts, rounds=size.rounds, alarm=size.alarm, slots=size.batch)
-    say = _progress if sys.stderr.isatty() else terminal.note
-    if size.server is not None or size.engine != "paceline":
-        from paceline.evaluation.audit.others import audit_other
-
-        certificate = audit_other(
-            size.engine,
-            size.server,
-            model,
-            sampling.params(),
-            texts,
-            extent,
-            seed=seed,
-            out=out,
-            say=say,
-        )
-    else:
-        llm = model.load()
-        prompts: Sequence[str | Sequence[int]] | None = texts
-        if texts is not None and (llm.tokenizer.chat_template is not None if chat is None else chat):
-            prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
-        certificate = examine(
-            llm, sampling.params(), prompts, size=extent, seed=seed, out=out, subject=_told(model), say=say
-        )
+    say = terminal.note
+    try:
+        certificate = _audit(texts, chat, out, extent, seed, say, size=size, model=model, sampling=sampling)
+    except KeyboardInterrupt:
+        say(f"interrupted: {out} keeps the steps that are done, and the same command goes on")
+        raise
     summary(certificate)
     terminal.note(f"{out / 'certificate.html'} and {out / 'certificate.json'}")
     return certificate.exit_code
+
+
+def _audit(
+    texts: Sequence[str] | None,
+    chat: bool | None,
+    out: Path,
+    extent: Size,
+    seed: int,
+    say: Say,
+    *,
+    size: AuditOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+) -> Certificate:
+    params = sampling.params()
+    if size.server is not None or size.engine != "paceline":
+        from paceline.evaluation.audit.others import audit_other
+
+        return audit_other(size.engine, size.server, model, params, texts, extent, seed=seed, out=out, say=say)
+    llm = model.load()
+    prompts: Sequence[str | Sequence[int]] | None = texts
+    if texts is not None and (llm.tokenizer.chat_template is not None if chat is None else chat):
+        prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    return examine(llm, params, prompts, size=extent, seed=seed, out=out, subject=_told(model), say=say)
 
 
 def _told(model: ModelOptions) -> dict[str, object]:
     """What the options say of the pair, format and device; K and the rule are known anyway."""
     told = {name: value for name, value in asdict(model).items() if name not in ("draft_tokens", "verify")}
     return {"target": told.pop("model"), **told}
-
-
-def _progress(text: str) -> None:
-    Console(stderr=True, highlight=False).print(Text(text, "dim"), soft_wrap=True)
 
 
 def summary(certificate: Certificate) -> None:

@@ -219,7 +219,7 @@ def _outcomes(decide: Decide, p_S: Sequence[Distribution], draft: Draft) -> Iter
         least, most = at(low), at(high)
         if least == most:
             continue
-        while high - low > 1e-9:
+        while high - low > 1e-7:
             middle = (low + high) / 2
             low, high = (middle, high) if at(middle) == least else (low, middle)
         edges[axis].add((low + high) / 2)

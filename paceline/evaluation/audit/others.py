@@ -63,8 +63,11 @@ class Transformers:
         assistant.num_assistant_tokens, assistant.num_assistant_tokens_schedule = draft_tokens, "constant"
         assistant.assistant_confidence_threshold = 0.0
         self.vocab_size = self.models[0].get_output_embeddings().weight.shape[0]
+        ends = self.models[0].generation_config.eos_token_id
+        self._end_ids = [] if ends is None else ends if isinstance(ends, list) else [ends]
         self._kinds: dict[str, Any] = {
             "do_sample": True,
+            "pad_token_id": self._end_ids[0] if self._end_ids else 0,
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or self.vocab_size,
@@ -74,20 +77,25 @@ class Transformers:
         return _encode(self.tokenizer, text)
 
     def sample(self, context: Sequence[int], count: int, length: int, *, draft: bool, seed: int) -> list[list[int]]:
-        found = []
-        more = {"assistant_model": self.models[1]} if draft else {}
         torch.manual_seed(seed)
-        for _ in range(count):
+        # Assisted generation takes one sequence at a time; plain sampling all at once.
+        more, calls, rows = ({"assistant_model": self.models[1]}, count, 1) if draft else ({}, 1, count)
+        found = []
+        for _ in range(calls):
             whole = self.models[0].generate(
-                torch.tensor([list(context)]),
-                attention_mask=torch.ones(1, len(context), dtype=torch.int64),
+                torch.tensor([list(context)] * rows),
+                attention_mask=torch.ones(rows, len(context), dtype=torch.int64),
                 max_new_tokens=length,
-                pad_token_id=0,
                 **self._kinds,
                 **more,
             )
-            found.append(whole[0, len(context) :].tolist())
+            found += [self._until_end(row) for row in whole[:, len(context) :].tolist()]
         return found
+
+    def _until_end(self, tokens: list[int]) -> list[int]:
+        """Without the padding behind an end."""
+        ends = [i + 1 for i, token in enumerate(tokens) if token in self._end_ids]
+        return tokens[: min(ends, default=len(tokens))]
 
     @torch.inference_mode()
     def logits(self, context: Sequence[int], more: Sequence[int], *, draft: bool) -> torch.Tensor:

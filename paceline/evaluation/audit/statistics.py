@@ -192,7 +192,7 @@ class Fit:
 
 def test_fit(cells: Sequence[Cells], *, alarm: float, seed: int) -> Fit | None:
     """Against as many simulations as `alarm` needs to be told from chance."""
-    cells = [each for each in cells if len(each.probs) > 1 and sum(each.counts)]
+    cells = [each for each in cells if len(each.probs) > 1 and sum(each.counts) > 0]
     if not cells:
         return None
     simulations = math.ceil(2 / alarm) - 1
