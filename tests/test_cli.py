@@ -131,6 +131,8 @@ FROZEN = {
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
     " --gradient-checkpointing --seed --start --temperature --top-p --device --threads",
     "export": "draft --format --out --target",
+    "audit": "target --prompts --chat --raw --out --contexts --rounds --alarm --batch --engine --server"
+    f" {MODEL} {SAMPLING}",
     "pull": "name",
     "info": "model --draft --json",
 }
@@ -155,7 +157,7 @@ def test_defaults_are_those_of_the_package() -> None:
         assert field.name == "model" or field.default == signature[field.name].default, field.name
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "train -h", "export -h", "--version"])
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "train -h", "export -h", "audit -h", "--version"])
 def test_help_imports_nothing_heavy(arguments: str) -> None:
     code = (
         "import sys, atexit; from paceline.cli import main; sys.argv[0] = 'paceline';"
