@@ -157,7 +157,9 @@ def test_defaults_are_those_of_the_package() -> None:
         assert field.name == "model" or field.default == signature[field.name].default, field.name
 
 
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "chat -h", "train -h", "export -h", "audit -h", "--version"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "generate --help", "chat -h", "train -h", "export -h", "audit -h", "--version"]
+)
 def test_help_imports_nothing_heavy(arguments: str) -> None:
     code = (
         "import sys, atexit; from paceline.cli import main; sys.argv[0] = 'paceline';"
