@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `train`, `export`, `pull` and `info`.
+"""The command line: `paceline generate`, `chat`, `train`, `export`, `audit`, `pull` and `info`.
 
 Turns arguments into calls of the package and errors into one line; `terminal` shows. Imports nothing heavy: a command
 brings in what it needs when it runs, so that `paceline --help` answers at once.
@@ -24,11 +24,13 @@ from paceline.bench import bench
 from paceline.bench import commands as bench_commands
 from paceline.options import (
     AnswerOptions,
+    AuditOptions,
     CompareOption,
     CompletionOptions,
     JsonLinesOption,
     JsonOption,
     ModelOptions,
+    SamplingOptions,
     ShowDraftOption,
     SystemOption,
     TargetOptions,
@@ -284,6 +286,52 @@ def export(
 
     for line in write(draft, format, out, target=target):
         typer.echo(line)
+
+
+@command
+def audit(
+    target: Annotated[str | None, typer.Argument(help="In place of --model.", show_default=False)] = None,
+    *,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help='One {"prompt": ...} a line of a .jsonl; any other file is one whole prompt.',
+            show_default="a small set of our own",
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Put prompts into the model's chat template, or continue them as they are.",
+            show_default="--chat where the model has a template",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="A folder for the page, the JSON and the steps done.")] = Path(
+        "certificate"
+    ),
+    size: AuditOptions,
+    model: ModelOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Check that speculation keeps the model's distribution, and certify it.
+
+    For this pair, these parameters, this device and format: by identity, by replay and by statistics, each beside
+    deliberately wrong variants that it has to catch. Exit code 0: exact; 1: not exact; 3: the audit proves nothing.
+    Ctrl-C keeps what is done, and the same command goes on.
+    """
+    from paceline.evaluation.audit.command import audit as run
+
+    code = run(
+        target,
+        None if prompts is None else _read_prompts([], prompts),
+        chat,
+        out,
+        size=size,
+        model=model,
+        sampling=sampling,
+    )
+    raise typer.Exit(code)
 
 
 @command

@@ -56,6 +56,7 @@ def _in(panel: str) -> Callable[..., Any]:
 
 
 _model, _drafting, _sampling, _output = _in("Model"), _in("Drafting"), _in("Sampling"), _in("Output")
+_audit = _in("Audit")
 _draft, _answers, _training, _measured = _in("Draft"), _in("Answers"), _in("Training"), _in("Evaluation")
 
 
@@ -235,6 +236,23 @@ class TrainingOptions:
     top_p: Annotated[float, _measured("And at this.")] = 1.0
     device: Annotated[str, _model("auto, cpu, cuda, cuda:1, ...")] = "auto"
     threads: Annotated[int | None, _model("CPU threads; torch's own choice if not given.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """How much an audit looks at, and whose engine."""
+
+    contexts: Annotated[int, _audit("Places in the model's own answers from which rounds are sampled.")] = 100
+    rounds: Annotated[int, _audit("Sampled rounds from each of them.")] = 40
+    alarm: Annotated[float, _audit("Probability that an exact engine fails the statistics.")] = 1e-3
+    batch: Annotated[int, _audit("Contexts in a batch.")] = 16
+    engine: Annotated[
+        Literal["paceline", "transformers", "openvino"],
+        _audit("Whose assisted generation is sampled; the others take folders of their own for target and --draft."),
+    ] = "paceline"
+    server: Annotated[
+        str | None, _audit("Sample an OpenAI-compatible server instead, such as http://localhost:8000/v1.")
+    ] = None
 
 
 SystemOption = Annotated[str | None, typer.Option(help="The system message, ahead of the conversation.")]

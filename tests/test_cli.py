@@ -130,6 +130,8 @@ FROZEN = {
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
     " --gradient-checkpointing --seed --start --temperature --top-p --device --threads",
     "export": "draft --format --out --target",
+    "audit": "target --prompts --chat --raw --out --contexts --rounds --alarm --batch --engine --server"
+    f" {MODEL} {SAMPLING}",
     "pull": "name",
     "info": "model --draft --json",
     **dict.fromkeys(
@@ -167,7 +169,8 @@ def test_defaults_are_those_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--help", "generate --help", "chat -h", "train -h", "export -h", "bench xsum -h", "--version"]
+    "arguments",
+    ["--help", "generate --help", "chat -h", "train -h", "export -h", "bench xsum -h", "audit -h", "--version"],
 )
 def test_help_imports_nothing_heavy(arguments: str) -> None:
     code = (

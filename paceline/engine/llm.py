@@ -37,7 +37,7 @@ from paceline.proposers.ngram import NgramProposer
 from paceline.proposers.vocabulary import ReducedVocabulary, VocabularyMap
 from paceline.sampling.distribution import Among
 from paceline.sampling.params import SamplingParams
-from paceline.sampling.sampler import RULES, Sampler
+from paceline.sampling.sampler import RULES, Rule, Sampler
 from paceline.sampling.streams import Stream
 
 if TYPE_CHECKING:
@@ -157,6 +157,15 @@ class LLM:
             "threads": torch.get_num_threads(),
             "draft_p_min": self.draft_p_min,
         }
+
+    @property
+    def proposers(self) -> NewProposer:
+        """What makes the proposer of each run."""
+        return self._new_proposer
+
+    @property
+    def rule(self) -> Rule:
+        return self._rule
 
     def generate(
         self,

@@ -1,0 +1,93 @@
+"""Audits every format and rule: `python benchmarks/certificates.py OUT [--draft D]`. Resumable; ends in a JSON line.
+
+Each certificate is a process of `paceline audit` with a folder of its own under OUT; one that is there already is only
+read. The table goes to OUT/certificates.md.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+FORMATS = {
+    "float32": ["--dtype", "float32"],
+    "bfloat16": ["--dtype", "bfloat16"],
+    "float16": ["--dtype", "float16"],
+    "q8_0": ["--quantize", "q8_0"],
+    "as the file": [],
+}
+RULES = ("token", "block", "coupled")
+
+
+def main(
+    out: Path,
+    target: str = "smollm2-135m",
+    draft: Annotated[list[str] | None, typer.Option(help="One or several; ngram if none is given.")] = None,
+    contexts: int = 1000,
+    rounds: int = 20,
+    draft_tokens: int = 4,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+    formats: Annotated[str, typer.Option(help="Some of them, with commas.")] = ",".join(FORMATS),
+    rules: str = ",".join(RULES),
+) -> None:
+    found: list[dict[str, Any]] = []
+    for name in draft or ["ngram"]:
+        for form in formats.split(","):
+            for rule in rules.split(","):
+                folder = out / f"{Path(name).name}-{form.replace(' ', '-')}-{rule}"
+                command = [sys.executable, "-m", "paceline", "audit", target, "--draft", name, "--verify", rule]
+                command += ["-k", str(draft_tokens), "--temperature", str(temperature), "--top-p", str(top_p)]
+                command += ["--contexts", str(contexts), "--rounds", str(rounds), "--seed", "0"]
+                command += [*FORMATS[form], "--out", str(folder)]
+                if not (folder / "certificate.json").exists():
+                    print(" ".join(command), file=sys.stderr, flush=True)
+                    code = subprocess.run(command, check=False).returncode
+                    if code not in (0, 1, 3):  # nothing was certified: an error, or an interruption
+                        raise typer.Exit(code)
+                record = json.loads((folder / "certificate.json").read_text())
+                found.append(_row(name, form, rule, record))
+                (out / "certificates.md").write_text(_table(found), encoding="utf-8")
+    print(_table(found), file=sys.stderr)
+    print(json.dumps({"benchmark": "certificates", "rows": found}))
+
+
+def _row(draft: str, form: str, rule: str, record: dict[str, Any]) -> dict[str, Any]:
+    levels = {level["number"]: level for level in record["levels"]}
+    identity = levels.get(1, {}).get("figures", {})
+    statistics = levels.get(3, {}).get("figures", {})
+    controls = record["controls"]
+    return {
+        "draft": Path(draft).name,
+        "format": form,
+        "rule": rule,
+        "verdict": record["verdict"],
+        "contexts": statistics.get("contexts", 0),
+        "rounds": statistics.get("trials", 0),
+        "recombined": identity.get("total variation (worst, mean)", {}).get("recombined", [None])[0],
+        "p": statistics.get("p-value"),
+        "detectable": statistics.get("detectable"),
+        "overlap": statistics.get("overlap of p and q"),
+        "caught": sum(control["caught"] is True for control in controls),
+        "missed": [f"{c['fault']} at level {c['level']}" for c in controls if c["caught"] is False],
+        "setting": record["setting"],
+    }
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ("draft", "format", "rule", "verdict", "contexts", "rounds", "recombined", "p", "detectable", "overlap")
+    lines = ["| " + " | ".join((*head, "controls caught", "missed")) + " |", "|---" * 12 + "|"]
+    for row in rows:
+        cells = [f"{row[key]:.3g}" if isinstance(row[key], float) else str(row[key] or "-") for key in head]
+        cells += [str(row["caught"]), ", ".join(row["missed"]) or "-"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,503 @@
+"""An audit from beginning to end: contexts, three levels, their controls, and the certificate they add up to."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline import __version__
+from paceline.engine.llm import LLM
+from paceline.evaluation.audit import identity, replay, statistics
+from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level, jsonable
+from paceline.evaluation.audit.faults import FAULTS, PENALTIES, Fault, Pair, penalising, why_not
+from paceline.evaluation.audit.statistics import Cells, Sample, share
+from paceline.evaluation.audit.subject import DECIDES, Subject
+from paceline.evaluation.audit.trials import Bench, Context, Exact, Found, find_contexts
+from paceline.evaluation.prompts import PROMPTS
+from paceline.sampling.params import SamplingParams
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """How much an audit looks at."""
+
+    contexts: int = 100
+    rounds: int = 40
+    """Sampled rounds from each context, each carried on until it has given `ahead` tokens."""
+    ahead: int = 3
+    alarm: float = 1e-3
+    """Probability that level 3 fails an engine that is exact."""
+    slots: int = 16
+    replay_tokens: int = 64
+    batch_sizes: tuple[int, ...] = (1, 4, 16)
+
+    def __post_init__(self) -> None:
+        for name, least in (("contexts", 1), ("rounds", 2), ("ahead", 1), ("slots", 1), ("replay_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
+        if not 0 < self.alarm < 0.5:
+            raise ValueError(f"alarm is {self.alarm}, it must lie between 0 and 0.5: 0.001 is usual")
+
+
+def audit(
+    llm: LLM,
+    params: SamplingParams | None = None,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    *,
+    size: Size | None = None,
+    seed: int = 0,
+    out: Path | str | None = None,
+    subject: dict[str, Any] | None = None,
+    say: Say = lambda text: None,
+) -> Certificate:
+    """Is the target's distribution kept by this `llm`, with its draft, rule and number of drafted tokens?
+
+    prompts: texts as the model is to continue them, or token ids; a small set of our own if None, as chats where the
+        model has a template.
+    size: how many contexts and rounds; the default takes about two minutes with a small model.
+    seed: of everything that is drawn; the same seed gives the same certificate.
+    out: a folder for certificate.html, certificate.json and the steps done so far, from which the same call goes on.
+    subject: what to say of the pair beside what is known here, such as names.
+
+    Raises ValueError for prompts that cannot be used, and for a folder that holds another audit.
+    """
+    params, size = params or SamplingParams(temperature=0.8, top_p=0.95), size or Size()
+    folder = None if out is None else Path(out)
+    run = _Run(_subject(llm, params), _encoded(llm, prompts), size, seed, folder, say, subject or {})
+    certificate = run.certificate(_about(llm, run.subject, subject or {}))
+    if folder is not None:
+        certificate.save(folder)
+    return certificate
+
+
+def _subject(llm: LLM, params: SamplingParams) -> Subject:
+    ends = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else llm.eos_ids)
+    params.check_vocabulary(llm.target.vocab_size)
+    if not isinstance(llm.draft_tokens, int) or llm.draft_tokens < 1:
+        raise ValueError(f"draft_tokens is {llm.draft_tokens}, an audit needs a fixed number of 1 at least: give -k")
+    verify = next(name for name, rule in _rules().items() if rule is llm.rule)
+    return Subject(
+        target=llm.target,
+        new_proposer=llm.proposers,
+        verify=verify,
+        rule=llm.rule,
+        decide=DECIDES.get(verify),
+        params=replace(params, n=1, seed=None, stop=None, logprobs=None, prompt_logprobs=None),
+        draft_tokens=llm.draft_tokens,
+        end_ids=ends,
+    )
+
+
+def _rules() -> dict[str, Any]:
+    from paceline.sampling.sampler import RULES
+
+    return dict(RULES)
+
+
+def _encoded(llm: LLM, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
+    if prompts is None:
+        if llm.tokenizer.chat_template is None:
+            prompts = PROMPTS
+        else:
+            prompts = [llm.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in PROMPTS]
+    if not prompts:
+        raise ValueError("an audit needs 1 prompt at least: give some, or leave them out for a small set of our own")
+    found = [llm.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+    room = llm.target.context // 2
+    fitting = [ids for ids in found if 0 < len(ids) <= room]
+    if not fitting:
+        raise ValueError(f"no prompt has 1 to {room} tokens, half of the model's context: give shorter ones")
+    return fitting
+
+
+def _about(llm: LLM, subject: Subject, told: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "target": type(llm.target).__name__,
+        "device": str(llm.target.device),
+        "verify": subject.verify,
+        "draft_tokens": subject.draft_tokens,
+        "params": {
+            name: value
+            for name, value in asdict(subject.params).items()
+            if not name.startswith("_") and value != getattr(SamplingParams(), name)
+        },
+        "notes": list(llm.notes),
+    } | told
+
+
+class _Run:
+    """The steps of one audit. Each is kept in the journal once it is done."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        prompts: list[list[int]],
+        size: Size,
+        seed: int,
+        folder: Path | None,
+        say: Say,
+        told: dict[str, Any],
+    ) -> None:
+        self.subject, self.prompts, self.size, self.seed, self.say = subject, prompts, size, seed, say
+        asked = {
+            "paceline": __version__,
+            "told": told,
+            "verify": subject.verify,
+            "draft_tokens": subject.draft_tokens,
+            "params": asdict(subject.params),
+            "prompts": prompts,
+            "size": asdict(size),
+            "seed": seed,
+            "vocabulary": subject.target.vocab_size,
+        }
+        self.journal = Journal(None if folder is None else folder / "steps.jsonl", asked)
+        self._scorer: tuple[Sequence[Context], Subject, Exact] | None = None
+
+    def certificate(self, about: dict[str, Any]) -> Certificate:
+        size = self.size
+        found = self._contexts()
+        noise = replay.Noise(**self.journal.once("noise", lambda: replay.measure_noise(self.subject, found.contexts)))
+        self.say(f"rows of one position differ by {noise.variation:.1e} between passes")
+        levels, controls, doubts = [], list[Control](), list[str]()
+        if found.contexts:
+            first, sample = self._rounds(found.contexts)
+            pair = Pair(self.subject, chance=first.by_chance > 0)
+            levels.append(_identity_level(first, noise, self.subject))
+        replayed = self._replay(noise)
+        levels.append(_replay_level(replayed, noise, self.subject))
+        if found.contexts:
+            slack = 10 * noise.variation
+            tested = statistics.examine(sample, alarm=size.alarm, seed=self.seed, slack=slack)
+            levels.append(_statistics_level(tested, first, found))
+            for fault in FAULTS:
+                controls += self._controls(fault, pair, found.contexts, noise)
+        else:
+            doubts.append(
+                f"the draft proposed nothing at any of {found.looked} places: use prompts that suit it, or another "
+                "draft"
+            )
+        return Certificate(
+            subject=about,
+            levels=levels,
+            controls=sorted(controls, key=lambda c: c.level),
+            doubts=doubts,
+            setting=setting() | {"seed": self.seed, "size": asdict(size), "prompts": len(self.prompts)},
+        )
+
+    def _contexts(self) -> Found:
+        def find() -> Any:
+            found = find_contexts(
+                self.subject,
+                self.prompts,
+                self.size.contexts,
+                seed=self.seed,
+                slots=self.size.slots,
+                say=self.say,
+            )
+            return {"contexts": [[c.prompt, c.output] for c in found.contexts]} | {
+                "looked": found.looked,
+                "drafted": found.drafted,
+            }
+
+        done = self.journal.once("contexts", find)
+        contexts = [Context(tuple(prompt), tuple(output)) for prompt, output in done["contexts"]]
+        return Found(contexts, done["looked"], done["drafted"])
+
+    def _groups(self, contexts: Sequence[Context]) -> Iterator[tuple[int, Sequence[Context]]]:
+        # Of similar length: a batch is as long as its longest sequence.
+        for start in range(0, len(contexts), self.size.slots):
+            yield start, contexts[start : start + self.size.slots]
+
+    def _rounds(self, contexts: Sequence[Context]) -> tuple[identity.Identity, Sample]:
+        """Levels 1 and 3 share the reading of the contexts."""
+        whole, sample = identity.Identity(), Sample(self.size.ahead)
+        for start, group in self._groups(contexts):
+
+            def examine(start: int = start, group: Sequence[Context] = group) -> Any:
+                bench = Bench(self.subject, group, ahead=self.size.ahead)
+                exact = self._exact(self.subject, group)
+                first = identity.examine(bench, exact, self.subject.decide, seed=self._seed(start))
+                return {"identity": first, "sample": self._sampled(bench, exact, start)}
+
+            done = self.journal.once(f"contexts {start}", examine)
+            whole.extend(identity.Identity(**done["identity"]))
+            sample.extend(Sample.load(done["sample"]))
+            self.say(f"{start + len(group)} of {len(contexts)} contexts, {sample.trials} rounds sampled")
+        return whole, sample
+
+    def _exact(self, right: Subject, group: Sequence[Context]) -> Exact:
+        """The last one that was made is kept: controls mostly look at the same contexts."""
+        if self._scorer is None or self._scorer[:2] != (group, right):
+            ahead = max(self.size.ahead, self.subject.draft_tokens) + 1
+            self._scorer = None  # its memory first
+            self._scorer = (group, right, Exact(right, group, ahead=ahead))
+        return self._scorer[2]
+
+    def _seed(self, context: int) -> int:
+        return (self.seed + 1) * 1_000_003 + context
+
+    def _sampled(self, bench: Bench, exact: Exact, start: int) -> Sample:
+        """Trials of every context of the bench, each with numbers of its own, held against plain decoding."""
+        outcomes = []
+        for sample in range(1, self.size.rounds + 1):
+            samplers = [
+                bench.subject.new_sampler(len(context.prompt), self._seed(start + i), sample)
+                for i, context in enumerate(bench.contexts)
+            ]
+            outcomes.append(bench.run(samplers))
+        sampled = Sample(self.size.ahead)
+        for i in range(len(bench.contexts)):
+            # The q of a prefix is used from the trial behind the one that showed it: tests must not choose their sets
+            # by the draft that they judge.
+            groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+            known: dict[tuple[int, ...], Any] = {}
+            for trial in outcomes:
+                tokens = tuple(trial[i].tokens)
+                for t, token in enumerate(tokens):
+                    groups.setdefault((tokens[:t], tokens[:t] in known), []).append(token)
+                for prefix, q in trial[i].q_of.items():
+                    known.setdefault(prefix, share(q))
+            exact.learn([[p for p, _ in groups] if n == i else [] for n in range(len(bench.contexts))])
+            for (prefix, seen), tokens_of in groups.items():
+                sampled.add(share(exact.p(i, prefix)), known[prefix] if seen else None, prefix, tokens_of)
+            sampled.cells.append(Cells.of(share(exact.p(i)), [trial[i].tokens[0] for trial in outcomes]))
+            sampled.trials += len(outcomes)
+            exact.forget(i)
+        return sampled
+
+    def _replay(self, noise: replay.Noise) -> replay.Replay:
+        right = replay.determined(self.subject)
+
+        def run() -> Any:
+            self.say(f"replaying {len(self.prompts)} prompts")
+            return replay.examine(
+                right,
+                self._plain(right, self.prompts),
+                right,
+                self.prompts,
+                seed=self.seed,
+                tokens=self.size.replay_tokens,
+                batch_sizes=self.size.batch_sizes,
+                noise=noise,
+            )
+
+        done = self.journal.once("replay", run)
+        return replay.Replay(**{**done, "flips": [replay.Flip(**flip) for flip in done["flips"]]})
+
+    def _plain(self, right: Subject, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        alone = replace(right, draft_tokens=0)
+        return alone.decode(prompts, seed=self.seed, slots=1, tokens=self.size.replay_tokens)
+
+    def _controls(
+        self, fault: Fault, pair: Pair, contexts: Sequence[Context], noise: replay.Noise
+    ) -> Iterator[Control]:
+        missing = why_not(fault, pair)
+        right = self.subject
+        added = ""
+        if fault is PENALTIES and not right.params.penalises:
+            right = replace(right, params=penalising(right.params))
+            added = "; presence_penalty and frequency_penalty of -2 were added for this control"
+        tests = {1: self._before_identity, 2: self._before_replay, 3: self._before_statistics}
+        for level in sorted(fault.levels):
+            if missing is None and not (level == 1 and self.subject.decide is None and fault.needs_decide):
+
+                def test(level: int = level) -> Any:
+                    self.say(f"control: {fault.name}, level {level}")
+                    return tests[level](fault.make(right), right, contexts, noise)
+
+                caught, detail = self.journal.once(f"control {fault.name} {level}", test)
+            else:
+                caught, detail = None, missing or "seen by levels 2 and 3: this rule has no function to recombine"
+            yield Control(
+                fault=fault.name, what=fault.what, level=level, caught=caught, detail=detail + (added if caught else "")
+            )
+
+    def _before_identity(
+        self, faulty: Subject, right: Subject, contexts: Sequence[Context], noise: replay.Noise
+    ) -> tuple[bool, str]:
+        group = contexts[: self.size.slots]
+        bench, exact = Bench(faulty, group, ahead=self.size.ahead), self._exact(right, group)
+        found = identity.examine(bench, exact, faulty.decide if right.decide else None, seed=self._seed(0))
+        return not found.exact(noise.variation), identity_summary(found)
+
+    def _before_replay(
+        self, faulty: Subject, right: Subject, contexts: Sequence[Context], noise: replay.Noise
+    ) -> tuple[bool, str]:
+        faulty, right = (replay.determined(each) for each in (faulty, right))
+        found = replay.examine(
+            faulty,
+            self._plain(right, self.prompts),
+            right,
+            self.prompts,
+            seed=self.seed,
+            tokens=self.size.replay_tokens,
+            batch_sizes=self.size.batch_sizes[-1:],
+            noise=noise,
+        )
+        return not found.exact, f"{found.errors} of {found.texts} texts differ"
+
+    def _before_statistics(
+        self, faulty: Subject, right: Subject, contexts: Sequence[Context], noise: replay.Noise
+    ) -> tuple[bool, str]:
+        """As many contexts as it takes, up to all that the audit itself looked at."""
+        sample, look = Sample(self.size.ahead), 1
+        tested = None
+        for number, (start, group) in enumerate(self._groups(contexts), start=1):
+            bench, exact = Bench(faulty, group, ahead=self.size.ahead), self._exact(right, group)
+            sample.extend(self._sampled(bench, exact, start))
+            if number < look and start + len(group) < len(contexts):
+                continue
+            look *= 2
+            tested = statistics.examine(sample, alarm=self.size.alarm, seed=self.seed, slack=10 * noise.variation)
+            if not tested.exact:
+                break
+        assert tested is not None
+        return not tested.exact, f"p = {tested.worst_p_value:.1e} after {tested.trials} rounds"
+
+
+def identity_summary(found: identity.Identity) -> str:
+    parts = [f"rows differ by {max(found.rows, default=0.0):.1e} at most"]
+    if found.proposals:
+        parts.append(f"q by {max(found.proposals):.1e}")
+    if found.recombined:
+        parts.append(f"what recombines by {max(found.recombined):.1e}")
+    return ", ".join(parts) + f", {found.reused} random numbers used twice"
+
+
+def _identity_level(found: identity.Identity, noise: replay.Noise, subject: Subject) -> Level:
+    covers = (
+        "One real round at each context. The rows that verification used are those of plain decoding; q is what tokens "
+        "were drawn from; no random number decides twice. Accept, residual and bonus recombine to p over every block "
+        f"of two drafted tokens, with real p and q cut to their {identity.CUT} most probable tokens each: whole blocks "
+        "over the whole vocabulary cannot be enumerated."
+        if subject.decide
+        else "One real round at each context. The rows that verification used are those of plain decoding, and "
+        "proposals are what the draft's distribution gave. The coupled rule has no residual to recombine: that its "
+        "text is plain decoding's is level 2."
+    )
+    return Level(
+        number=1,
+        title="Identity",
+        covers=covers,
+        exact=found.exact(noise.variation),
+        summary=f"{len(found.rows)} contexts: {identity_summary(found)}",
+        figures={
+            "total variation (worst, mean)": {
+                name: [max(each, default=0.0), sum(each) / max(len(each), 1)]
+                for name, each in (
+                    ("rows", found.rows),
+                    ("proposals", found.proposals),
+                    ("recombined", found.recombined),
+                )
+            },
+            "limits": {
+                "rows": identity.ROUNDING + 4 * noise.variation,
+                "proposals": 0.0,
+                "recombined": identity.ROUNDING,
+            },
+            "random numbers used twice": found.reused,
+            "drafted tokens": found.drafted,
+            "of these by chance": found.by_chance,
+            "overlap of p and q, sum min(p, q)": sum(found.overlap) / max(len(found.overlap), 1),
+        },
+    )
+
+
+def _replay_level(found: replay.Replay, noise: replay.Noise, subject: Subject) -> Level:
+    how = "the parameters asked for" if subject.verify == "coupled" else "temperature 0"
+    near = len(found.flips) - found.errors
+    return Level(
+        number=2,
+        title="Replay",
+        covers=f"The same text as plain decoding, with {how}, for every prompt and batch size. "
+        "A flip is a near-tie only where its margin is within twice the measured noise of scores.",
+        exact=found.exact,
+        summary=f"{found.texts} texts, {found.tokens} tokens: {found.errors} differ, {near} near-ties",
+        figures={
+            "batch sizes": found.batch_sizes,
+            "noise of scores": noise.scores,
+            "noise of p, total variation": noise.variation,
+            "positions the noise was measured at": noise.positions,
+            "flips": [asdict(flip) for flip in found.flips[:100]],
+        },
+    )
+
+
+def _statistics_level(found: statistics.Statistics, first: identity.Identity, contexts: Found) -> Level:
+    overlap = sum(first.overlap) / max(len(first.overlap), 1)
+    return Level(
+        number=3,
+        title="Statistics",
+        covers="Tokens that the engine's own rounds sampled, against the exact p of plain decoding: the first, second "
+        "and third behind each context. A bias of the first token towards what the draft favours, of a total variation "
+        f"of {found.detectable:.2%} or more on average over these contexts, would have been seen with a probability of "
+        f"{statistics.POWER:.0%}. Biases that cancel out over contexts are seen only where they are large.",
+        exact=found.exact,
+        summary=f"{found.trials} sampled rounds from {len(first.rows)} contexts: p = {found.worst_p_value:.2g} "
+        f"corrected for {len(found.findings) + (found.fit is not None)} tests (fails below {found.alarm:g}), "
+        f"{found.impossible} impossible tokens",
+        figures={
+            "findings": [asdict(finding) for finding in found.findings],
+            "fit": None if found.fit is None else asdict(found.fit),
+            "contexts": len(first.rows),
+            "trials": found.trials,
+            "p-value": found.worst_p_value,
+            "detectable": found.detectable,
+            "overlap of p and q": overlap,
+            "places looked at": contexts.looked,
+            "places with a draft": contexts.drafted,
+        },
+    )
+
+
+def setting() -> dict[str, Any]:
+    """This command on this machine, for whoever wants to repeat it."""
+    packages = {}
+    for name in ("torch", "numpy", "transformers", "tokenizers", "openvino-genai"):
+        try:
+            packages[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return jsonable(
+        {
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "paceline": __version__,
+            "commit": _commit(),
+            "python": platform.python_version(),
+            "packages": packages,
+            "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {torch.get_num_threads()} threads",
+        }
+    )
+
+
+def _commit() -> str | None:
+    """Of the working copy this package lies in, if it lies in one."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown processor"
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
+    )

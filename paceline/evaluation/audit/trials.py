@@ -1,0 +1,308 @@
+"""Real contexts, held in the slots of a batch, from which the engine's own rounds can be run as often as wanted.
+
+A context is gone back to by what the parts promise anyway: a cache forgets what lies behind a position, and a proposer
+for which a slot begins anew reads the committed tokens again.
+
+Shapes: N tokens of a context, V vocabulary, F captured features, H hidden size.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from paceline.decoding import sequence as decoding
+from paceline.decoding.sequence import OutputToken, Provenance, TokenLogprobs
+from paceline.decoding.stats import Stats
+from paceline.evaluation.audit.subject import Silent, Subject
+from paceline.models.interface import Cache, Chunk, LanguageModel, Scores
+from paceline.proposers.base import Proposer, Prospect, Request
+from paceline.sampling.distribution import Distribution
+from paceline.sampling.draft import Draft
+from paceline.sampling.sampler import Sampler
+
+READ_CHUNK = 512
+"""Tokens of a context that one plain pass reads."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A prompt and at least one token of output behind it."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt, *self.output]
+
+
+class _Remembering:
+    """A target that remembers the cache it made."""
+
+    def __init__(self, inner: LanguageModel) -> None:
+        self._inner = inner
+        self.vocab_size, self.context, self.device = inner.vocab_size, inner.context, inner.device
+
+    def new_cache(self, slots: int, capacity: int) -> Cache:
+        self.cache = self._inner.new_cache(slots, capacity)
+        return self.cache
+
+    def __call__(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
+        return self._inner(chunks, cache, features)
+
+
+class Watched:
+    """A proposer whose last drafts, and the hidden states it was shown, can be looked at."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self._inner = inner
+        self.seen: dict[int, list[torch.Tensor]] = {}
+        self.drafts: dict[int, tuple[int, Draft]] = {}
+        """By slot: (committed tokens, what was drafted behind them)."""
+
+    @property
+    def features(self) -> tuple[int, ...]:
+        return self._inner.features
+
+    def begin(self, slot: int) -> None:
+        self.seen[slot] = []
+        self._inner.begin(slot)
+
+    def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
+        return self._inner.prospects(requests)
+
+    def propose(self, requests: Sequence[Request]) -> list[Draft]:
+        drafts = self._inner.propose(requests)
+        for request, draft in zip(requests, drafts, strict=True):
+            self.drafts[request.slot] = (len(request.tokens), draft)
+        return drafts
+
+    def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
+        if features_TFH is not None:
+            self.seen[slot].append(features_TFH)
+        self._inner.observe(slot, tokens, features_TFH)
+
+
+class _Trial(decoding.Sequence):
+    """A sequence that nothing ends: it is taken back to its context instead."""
+
+    def commit(self, token: int, provenance: Provenance, logprobs: TokenLogprobs | None) -> bool:
+        self.tokens.append(token)
+        self.output.append(OutputToken(token, "", provenance, logprobs))
+        return False
+
+
+@dataclass
+class Outcome:
+    """What one trial gave: the first tokens, and the q of every prefix of them that was drafted behind."""
+
+    tokens: list[int]
+    q_of: dict[tuple[int, ...], Distribution] = field(default_factory=dict)
+
+
+class Bench:
+    """One context a slot. `ahead` is how many tokens a trial shall give."""
+
+    def __init__(self, subject: Subject, contexts: Sequence[Context], *, ahead: int) -> None:
+        self.subject, self.contexts, self.ahead = subject, contexts, ahead
+        self.rounds = 0
+        """Rounds of a sequence that drafted something or could have, reading apart."""
+        room = ahead + subject.draft_tokens + 1
+        capacity = min(subject.target.context - 1, max(len(c.tokens) for c in contexts) + room)
+        target = _Remembering(subject.target)
+        self.proposer = Watched(subject.new_proposer(len(contexts), capacity))
+        self._batch = replace(subject, target=target, new_proposer=lambda slots, capacity: self.proposer).new_batch(
+            len(contexts), capacity
+        )
+        self._cache = target.cache
+        self._trials: list[_Trial] = []
+        for context in contexts:
+            trial = _Trial(
+                context.prompt, subject.new_sampler(len(context.prompt), 0), limit=capacity + 1, detokenizer=Silent()
+            )
+            trial.tokens += context.output  # no output yet, so all of it is read as a prompt is
+            self._batch.admit(trial)
+            self._trials.append(trial)
+        while reading := [trial for trial in self._trials if not trial.output]:
+            self._batch.running = list(reading)
+            self._batch.round()
+        self._features = [self._known(trial, context) for trial, context in zip(self._trials, contexts, strict=True)]
+
+    def _known(self, trial: _Trial, context: Context) -> torch.Tensor | None:
+        if not self.proposer.features:
+            return None
+        return torch.cat(self.proposer.seen[trial.slot])[: len(context.tokens) - 1]
+
+    @property
+    def stats(self) -> Stats:
+        return sum((trial.stats for trial in self._trials), Stats())
+
+    @torch.inference_mode()
+    def rewind(self, samplers: Sequence[Sampler]) -> None:
+        """Every slot back to its context, with all but the last token read."""
+        for trial, context, sampler, features in zip(
+            self._trials, self.contexts, samplers, self._features, strict=True
+        ):
+            length = len(context.tokens)
+            del trial.tokens[length:]
+            trial.output = [OutputToken(token, "", Provenance.PLAIN) for token in context.output]
+            trial.sampler = sampler
+            self._cache.truncate(trial.slot, length - 1)
+            self.proposer.begin(trial.slot)
+            self.proposer.observe(trial.slot, trial.tokens, features)
+
+    def round(self) -> None:
+        """One round of every slot."""
+        self._batch.running = list(self._trials)
+        self._batch.round()
+
+    def run(self, samplers: Sequence[Sampler]) -> list[Outcome]:
+        """From the contexts, rounds until each has given `ahead` tokens."""
+        self.rewind(samplers)
+        outcomes = [Outcome([]) for _ in self._trials]
+        lengths = [len(context.tokens) for context in self.contexts]
+        while going := [i for i, t in enumerate(self._trials) if len(t.tokens) < lengths[i] + self.ahead]:
+            self._batch.running = [self._trials[i] for i in going]
+            self.proposer.drafts.clear()
+            self._batch.round()
+            self.rounds += len(going)
+            for i in going:
+                trial = self._trials[i]
+                if trial.slot not in self.proposer.drafts:
+                    continue
+                anchor, draft = self.proposer.drafts[trial.slot]
+                before = tuple(trial.tokens[lengths[i] : anchor])
+                for t, q in enumerate(draft.probs):
+                    prefix = (*before, *draft.tokens[:t])
+                    if len(prefix) < self.ahead:
+                        outcomes[i].q_of.setdefault(prefix, q)
+        for i, outcome in enumerate(outcomes):
+            outcome.tokens = self._trials[i].tokens[lengths[i] : lengths[i] + self.ahead]
+        return outcomes
+
+
+class Exact:
+    """The target's own distribution behind a context and any continuation: plain passes, no draft, no rounds."""
+
+    def __init__(self, subject: Subject, contexts: Sequence[Context], *, ahead: int) -> None:
+        self.subject, self.contexts = subject, contexts
+        most = max(len(c.tokens) for c in contexts) + ahead
+        self._cache = subject.target.new_cache(len(contexts), min(subject.target.context, most))
+        self._samplers = [subject.new_sampler(len(context.prompt), 0) for context in contexts]
+        self._known: dict[tuple[int, tuple[int, ...]], Distribution] = {}
+        unread = [context.tokens[:-1] for context in contexts]
+        while any(unread):
+            chunks = [Chunk(slot, t[:READ_CHUNK], outputs=0) for slot, t in enumerate(unread) if t]
+            self._score(chunks)
+            unread = [tokens[READ_CHUNK:] for tokens in unread]
+
+    @torch.inference_mode()
+    def _score(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        return self.subject.target(chunks, self._cache).logits
+
+    def logits(self, wanted: Sequence[tuple[int, Sequence[int]]]) -> list[torch.Tensor]:
+        """[T + 1, V] for each (slot, T tokens behind its context), every slot once at most."""
+        chunks = [Chunk(i, [self.contexts[i].tokens[-1], *more], outputs=len(more) + 1) for i, more in wanted]
+        rows = self._score(chunks)
+        for i, _ in wanted:
+            self._cache.truncate(i, len(self.contexts[i].tokens) - 1)
+        return rows
+
+    def learn(self, continuations: Sequence[Sequence[tuple[int, ...]]]) -> None:
+        """Score, for each slot, its continuations and all their prefixes."""
+        waiting = [
+            sorted({tuple(c) for c in mine if (i, tuple(c)) not in self._known}) for i, mine in enumerate(continuations)
+        ]
+        while going := [i for i, left in enumerate(waiting) if left]:
+            wanted = [(i, waiting[i].pop()) for i in going]
+            for (i, more), rows_TV in zip(wanted, self.logits(wanted), strict=True):
+                for t, row_V in enumerate(rows_TV):
+                    if (i, more[:t]) not in self._known:
+                        self._known[i, more[:t]] = self.choose(i, more[:t], row_V)
+
+    def choose(self, slot: int, more: Sequence[int], row_V: torch.Tensor) -> Distribution:
+        """What the parameters make of the row behind a context and `more`."""
+        (p,) = self._samplers[slot].distributions(row_V[None], [*self.contexts[slot].tokens, *more])
+        return p
+
+    def forget(self, slot: int) -> None:
+        """What was learnt of a context; whole rows take memory."""
+        self._known = {key: p for key, p in self._known.items() if key[0] != slot}
+
+    def p(self, slot: int, more: Sequence[int] = ()) -> Distribution:
+        """Learnt before."""
+        return self._known[slot, tuple(more)]
+
+
+@dataclass(frozen=True)
+class Found:
+    contexts: list[Context]
+    looked: int
+    """Positions of the engine's own outputs where a round began."""
+    drafted: int
+    """Those at which something was drafted."""
+
+
+def find_contexts(
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    seed: int,
+    slots: int,
+    tokens: int = 96,
+    say: Callable[[str], None] = lambda text: None,
+) -> Found:
+    """Up to `count` places in outputs of the engine, greedy and sampled, where it drafted something.
+
+    Which they are is settled before anything is tested, and by the contexts alone.
+    """
+    chosen: dict[tuple[int, ...], Context] = {}
+    looked = 0
+    # Where nothing can be drafted any more, tokens are worth nothing here; so many attempts, and what was found then.
+    for attempt in range(-(-4 * count // (len(prompts) * tokens // 8 + 1)) + 2):
+        params = replace(subject.params, temperature=0.0) if attempt == 0 else subject.params
+        watched: list[_Anchors] = []
+
+        def proposer(slots: int, capacity: int, watched: list[_Anchors] = watched) -> Proposer:
+            watched.append(_Anchors(subject.new_proposer(slots, capacity)))
+            return watched[-1]
+
+        drawn = replace(subject, params=params, new_proposer=proposer)
+        drawn.decode(prompts, seed=seed + attempt * len(prompts), slots=slots, tokens=tokens)
+        (anchors,) = watched
+        looked += anchors.asked
+        for length, whole in anchors.found:
+            if whole not in chosen and len(whole) + subject.draft_tokens + 8 < subject.target.context:
+                chosen[whole] = Context(whole[:length], whole[length:])
+        say(f"{len(chosen)} contexts with a draft after {looked} rounds")
+        if len(chosen) >= 2 * count or subject.params.temperature == 0:  # then further answers are the same
+            break
+    found = list(chosen.values())
+    random.Random(seed).shuffle(found)
+    return Found(found[:count], looked, len(chosen))
+
+
+class _Anchors(Watched):
+    """Notes every context at which something was drafted."""
+
+    asked = 0
+
+    def __init__(self, inner: Proposer) -> None:
+        super().__init__(inner)
+        self.found: list[tuple[int, tuple[int, ...]]] = []
+        """(tokens of the prompt, all tokens)."""
+
+    def propose(self, requests: Sequence[Request]) -> list[Draft]:
+        drafts = super().propose(requests)
+        self.asked += len(requests)
+        self.found += [
+            (request.sampler.prompt_length, tuple(request.tokens))
+            for request, draft in zip(requests, drafts, strict=True)
+            if draft.tokens
+        ]
+        return drafts
