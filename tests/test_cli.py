@@ -310,7 +310,7 @@ def test_every_model_flag_arrives(monkeypatch: pytest.MonkeyPatch, model: str, d
         "device": "cpu",
         "threads": 1,
     }
-    others = {"quantize": None, "kv_cache_dtype": "auto", "compile": False}
+    others = {"quantize": None, "kv_cache_dtype": "auto", "compile": False, "max_num_seqs": 8}
     assert seen == [((model, draft), options | others)]
     run("generate", "go", "--model", model, "--draft", "none", "--quantize", "q8_0", "--max-tokens", "2")
     assert (seen[1][0], seen[1][1]["quantize"]) == ((model, None), "q8_0")
