@@ -50,7 +50,7 @@ def sweep(
     out: OutOption,
     most: Annotated[int, typer.Option(help="The largest K.")] = 8,
     tokens: Annotated[int, typer.Option(help="Of every completion; the end of a text is ignored.")] = 128,
-    limit: LimitOption = 40,
+    limit: Annotated[int, typer.Option(help="So many items of each task, drawn at random.")] = 40,
     seed: SeedOption = 0,
     model: ModelOptions,
 ) -> None:
