@@ -21,8 +21,9 @@ from paceline.evaluation.audit.certificate import Certificate, Control, Journal,
 from paceline.evaluation.audit.faults import FAULTS, PENALTIES, Fault, Pair, penalising, why_not
 from paceline.evaluation.audit.statistics import Cells, Sample, share
 from paceline.evaluation.audit.subject import DECIDES, Subject
-from paceline.evaluation.audit.trials import Bench, Context, Exact, Found, find_contexts
+from paceline.evaluation.audit.trials import Bench, Context, Exact, Found, Outcome, find_contexts
 from paceline.evaluation.prompts import PROMPTS
+from paceline.sampling.distribution import Distribution
 from paceline.sampling.params import SamplingParams
 
 Say = Callable[[str], None]
@@ -256,24 +257,15 @@ class _Run:
                 for i, context in enumerate(bench.contexts)
             ]
             outcomes.append(bench.run(samplers))
+        sorted_out = [_sorted_out([trial[i] for trial in outcomes]) for i in range(len(bench.contexts))]
+        exact.learn([[prefix for prefix, _ in groups] for groups, _ in sorted_out])
         sampled = Sample(self.size.ahead)
-        for i in range(len(bench.contexts)):
-            # The q of a prefix is used from the trial behind the one that showed it: tests must not choose their sets
-            # by the draft that they judge.
-            groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-            known: dict[tuple[int, ...], Any] = {}
-            for trial in outcomes:
-                tokens = tuple(trial[i].tokens)
-                for t, token in enumerate(tokens):
-                    groups.setdefault((tokens[:t], tokens[:t] in known), []).append(token)
-                for prefix, q in trial[i].q_of.items():
-                    known.setdefault(prefix, share(q))
-            exact.learn([[p for p, _ in groups] if n == i else [] for n in range(len(bench.contexts))])
-            for (prefix, seen), tokens_of in groups.items():
-                sampled.add(share(exact.p(i, prefix)), known[prefix] if seen else None, prefix, tokens_of)
+        for i, (groups, q_of) in enumerate(sorted_out):
+            for (prefix, seen), tokens in groups.items():
+                sampled.add(share(exact.p(i, prefix)), share(q_of[prefix]) if seen else None, prefix, tokens)
             sampled.cells.append(Cells.of(share(exact.p(i)), [trial[i].tokens[0] for trial in outcomes]))
             sampled.trials += len(outcomes)
-            exact.forget(i)
+        exact.forget()
         return sampled
 
     def _replay(self, noise: replay.Noise) -> replay.Replay:
@@ -364,6 +356,24 @@ class _Run:
                 break
         assert tested is not None
         return not tested.exact, f"p = {tested.worst_p_value:.1e} after {tested.trials} rounds"
+
+
+def _sorted_out(
+    outcomes: Sequence[Outcome],
+) -> tuple[dict[tuple[tuple[int, ...], bool], list[int]], dict[tuple[int, ...], Distribution]]:
+    """The tokens of one context's trials by (what stood before them, whether the q there was known), and these q.
+
+    The q of a prefix is used from the trial behind the one that showed it: a test must not choose its sets of tokens
+    by the draft that it judges.
+    """
+    groups: dict[tuple[tuple[int, ...], bool], list[int]] = {}
+    q_of: dict[tuple[int, ...], Distribution] = {}
+    for outcome in outcomes:
+        tokens = tuple(outcome.tokens)
+        for t, token in enumerate(tokens):
+            groups.setdefault((tokens[:t], tokens[:t] in q_of), []).append(token)
+        q_of = outcome.q_of | q_of
+    return groups, q_of
 
 
 def identity_summary(found: identity.Identity) -> str:

@@ -213,25 +213,40 @@ class Exact:
         return rows
 
     def learn(self, continuations: Sequence[Sequence[tuple[int, ...]]]) -> None:
-        """Score, for each slot, its continuations and all their prefixes."""
+        """Score, for each slot, its continuations and all their prefixes: a token a pass, as plain decoding reads."""
         waiting = [
-            sorted({tuple(c) for c in mine if (i, tuple(c)) not in self._known}) for i, mine in enumerate(continuations)
+            sorted({tuple(c) for c in mine if (i, tuple(c)) not in self._known}, reverse=True)
+            for i, mine in enumerate(continuations)
         ]
-        while going := [i for i, left in enumerate(waiting) if left]:
-            wanted = [(i, waiting[i].pop()) for i in going]
-            for (i, more), rows_TV in zip(wanted, self.logits(wanted), strict=True):
-                for t, row_V in enumerate(rows_TV):
-                    if (i, more[:t]) not in self._known:
-                        self._known[i, more[:t]] = self.choose(i, more[:t], row_V)
+        ends = [len(context.tokens) - 1 for context in self.contexts]
+        held: list[list[int]] = [[] for _ in waiting]
+        """Behind all tokens of a context but the last, what its slot has read."""
+        unread: list[list[int]] = [[] for _ in waiting]
+        while True:
+            for i, left in enumerate(waiting):
+                while not unread[i] and left:
+                    wanted, same = [self.contexts[i].tokens[-1], *left.pop()], 0
+                    while same < min(len(wanted), len(held[i])) and wanted[same] == held[i][same]:
+                        same += 1
+                    self._cache.truncate(i, ends[i] + same)
+                    held[i], unread[i] = wanted[:same], wanted[same:]
+            going = [i for i, tokens in enumerate(unread) if tokens]
+            if not going:
+                break
+            for i, rows_1V in zip(going, self._score([Chunk(i, unread[i][:1]) for i in going]), strict=True):
+                held[i].append(unread[i].pop(0))
+                self._known[i, tuple(held[i][1:])] = self.choose(i, held[i][1:], rows_1V[0])
+        for i, end in enumerate(ends):
+            self._cache.truncate(i, end)
 
     def choose(self, slot: int, more: Sequence[int], row_V: torch.Tensor) -> Distribution:
         """What the parameters make of the row behind a context and `more`."""
         (p,) = self._samplers[slot].distributions(row_V[None], [*self.contexts[slot].tokens, *more])
         return p
 
-    def forget(self, slot: int) -> None:
-        """What was learnt of a context; whole rows take memory."""
-        self._known = {key: p for key, p in self._known.items() if key[0] != slot}
+    def forget(self) -> None:
+        """What was learnt: whole rows take memory."""
+        self._known.clear()
 
     def p(self, slot: int, more: Sequence[int] = ()) -> Distribution:
         """Learnt before."""
