@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -96,7 +97,8 @@ class Advice:
         return self.measured.low > 1
 
     def record(self) -> dict[str, Any]:
-        return asdict(self) | {"pays": self.pays}
+        estimates = {"measured": self.measured.record(), "fixed": {k: of.record() for k, of in self.fixed.items()}}
+        return asdict(self) | estimates | {"pays": self.pays}
 
 
 def tune(
@@ -219,4 +221,4 @@ def _verdict(of: Estimate) -> str:
 
 
 def _figure(of: Estimate) -> str:
-    return f"{of.value:.2f} ({of.low:.2f} to {of.high:.2f})"
+    return f"{of.value:.2f} " + (f"({of.low:.2f} to {of.high:.2f})" if isfinite(of.low) else "(one prompt)")

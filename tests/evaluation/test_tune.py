@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def advice(measured: Estimate, accepted: Accepted = ACCEPTED) -> Advice:
     [
         (Estimate(1.3, 1.2, 1.4), "d: it pays. auto gave 1.30 (1.20 to 1.40) times the speed", True),
         (Estimate(0.9, 0.8, 0.95), "d: it does not pay. auto gave 0.90", False),
+        (
+            Estimate(1.1, -math.inf, math.inf),
+            "d: no difference that these prompts could show. auto gave 1.10 (one",
+            False,
+        ),
         (Estimate(1.1, 0.9, 1.3), "d: no difference that these prompts could show. auto gave 1.10", False),
     ],
 )
@@ -71,6 +77,7 @@ def test_what_is_said_of_what_was_measured(measured: Estimate, verdict: str, pay
     assert words(found)[0].startswith(verdict)
     assert found.pays is pays
     assert found.record()["pays"] is pays
+    json.dumps(found.record(), allow_nan=False)
     assert "A round drafts in 50% of the cases" in words(found)[1]
     assert "accepted in 80%, the fourth in 20%" in words(found)[1]
 
