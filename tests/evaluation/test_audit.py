@@ -70,7 +70,7 @@ def test_token_verification_is_exact_and_every_fault_is_caught(folders: tuple[st
         "residual = p": {1, 3},
         "accept everything": {1, 2, 3},
         "off-by-one row": {1, 2, 3},
-        "standing penalties": {1, 2, 3},
+        "standing penalties": {1, 3},
     }
     assert 0.2 < certificate.levels[0].figures["overlap of p and q, sum min(p, q)"] < 0.8
     record = json.loads((tmp_path / "certificate.json").read_text())
@@ -85,7 +85,8 @@ def test_the_other_rules_are_exact(folders: tuple[str, str], verify: str) -> Non
     assert [level.exact for level in certificate.levels] == [True] * 3
     found = caught(certificate)
     assert found["accept everything"] >= {2, 3}
-    assert found["off-by-one row"] == found["standing penalties"] == {1, 2, 3}
+    assert found["off-by-one row"] == {1, 2, 3}
+    assert found["standing penalties"] == {1, 3}
     if verify == "coupled":
         assert "residual = p" not in found
         certificate.assert_exact()

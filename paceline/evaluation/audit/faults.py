@@ -203,11 +203,11 @@ class _StandingPenalties(Sampler):
 
 
 def penalising(params: SamplingParams) -> SamplingParams:
-    """Parameters under which the drafted tokens matter for the rows behind them: a token once given is given again.
+    """Parameters under which the drafted tokens matter much for the rows behind them: what was given is given again.
 
-    Needed where the parameters asked for have no penalty, in which case a fault of penalties could not show.
+    Those asked for may have no penalty, or one so weak that a fault of penalties would change next to nothing.
     """
-    return params if params.penalises else replace(params, presence_penalty=-2.0, frequency_penalty=-2.0)
+    return replace(params, repetition_penalty=1.0, presence_penalty=-2.0, frequency_penalty=-2.0)
 
 
 def _standing(subject: Subject) -> Subject:
@@ -227,7 +227,7 @@ ACCEPT_EVERYTHING = replace(
     _fault("accept everything", "every drafted token stands", _accepting, 1, 2, 3), needs_decide=True
 )
 OFF_BY_ONE = _fault("off-by-one row", "drafted tokens are judged by the row behind them", _off_by_one, 1, 2, 3)
-PENALTIES = _fault("standing penalties", "penalties do not advance along the draft", _standing, 1, 2, 3)
+PENALTIES = _fault("standing penalties", "penalties do not advance along the draft", _standing, 1, 3)
 
 FAULTS = (RAW_Q, SHARED_NOISE, RESIDUAL_P, ACCEPT_EVERYTHING, OFF_BY_ONE, PENALTIES)
 __all__ = ["FAULTS", "Fault", "Pair", "penalising", "why_not"]

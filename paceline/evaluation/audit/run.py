@@ -40,7 +40,7 @@ class Size:
     alarm: float = 1e-3
     """Probability that level 3 fails an engine that is exact."""
     slots: int = 16
-    replay_tokens: int = 64
+    replay_tokens: int = 48
     batch_sizes: tuple[int, ...] = (1, 4, 16)
 
     def __post_init__(self) -> None:
@@ -163,6 +163,7 @@ class _Run:
             "vocabulary": subject.target.vocab_size,
         }
         self.journal = Journal(None if folder is None else folder / "steps.jsonl", asked)
+        self._texts: tuple[Subject, list[list[int]]] | None = None
         self._scorer: tuple[Sequence[Context], Subject, Exact] | None = None
 
     def certificate(self, about: dict[str, Any]) -> Certificate:
@@ -275,7 +276,7 @@ class _Run:
             self.say(f"replaying {len(self.prompts)} prompts")
             return replay.examine(
                 right,
-                self._plain(right, self.prompts),
+                self._plain(right),
                 right,
                 self.prompts,
                 seed=self.seed,
@@ -287,9 +288,16 @@ class _Run:
         done = self.journal.once("replay", run)
         return replay.Replay(**{**done, "flips": [replay.Flip(**flip) for flip in done["flips"]]})
 
-    def _plain(self, right: Subject, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        alone = replace(right, draft_tokens=0)
-        return alone.decode(prompts, seed=self.seed, slots=1, tokens=self.size.replay_tokens)
+    def _plain(self, right: Subject) -> list[list[int]]:
+        """The texts of plain decoding. The last ones are kept: most controls are held against the same."""
+        if self._texts is None or self._texts[0] != right:
+            alone = replace(right, draft_tokens=0)
+            slots = max(self.size.batch_sizes)
+            self._texts = (
+                right,
+                alone.decode(self.prompts, seed=self.seed, slots=slots, tokens=self.size.replay_tokens),
+            )
+        return self._texts[1]
 
     def _controls(
         self, fault: Fault, pair: Pair, contexts: Sequence[Context], noise: replay.Noise
@@ -297,9 +305,11 @@ class _Run:
         missing = why_not(fault, pair)
         right = self.subject
         added = ""
-        if fault is PENALTIES and not right.params.penalises:
+        if fault is PENALTIES:
             right = replace(right, params=penalising(right.params))
-            added = "; presence_penalty and frequency_penalty of -2 were added for this control"
+            # All but the last token as prompt, whose tokens do not count: what is drafted then counts for most.
+            contexts = [Context(tuple(c.tokens[:-1]), (c.tokens[-1],)) for c in contexts]
+            added = "; with presence_penalty and frequency_penalty of -2 for this control"
         tests = {1: self._before_identity, 2: self._before_replay, 3: self._before_statistics}
         for level in sorted(fault.levels):
             if missing is None and not (level == 1 and self.subject.decide is None and fault.needs_decide):
@@ -329,7 +339,7 @@ class _Run:
         faulty, right = (replay.determined(each) for each in (faulty, right))
         found = replay.examine(
             faulty,
-            self._plain(right, self.prompts),
+            self._plain(right),
             right,
             self.prompts,
             seed=self.seed,
