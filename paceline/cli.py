@@ -320,7 +320,7 @@ def audit(
     deliberately wrong variants that it has to catch. Exit code 0: exact; 1: not exact; 3: the audit proves nothing.
     Ctrl-C keeps what is done, and the same command goes on.
     """
-    from paceline.evaluation.audit.command import audit as run
+    from paceline.audit import audit as run
 
     code = run(
         target,

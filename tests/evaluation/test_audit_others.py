@@ -18,7 +18,6 @@ from paceline import SamplingParams
 from paceline.evaluation.audit import Size
 from paceline.evaluation.audit.others import audit_engine, audit_other
 from paceline.evaluation.audit.server import audit_server, complete
-from paceline.options import ModelOptions
 from tests.evaluation.test_audit import PROMPTS, folders  # noqa: F401
 from tests.fakes import Table
 
@@ -70,12 +69,11 @@ def test_an_engine_is_held_against_its_own_target(fault: str, verdict: str) -> N
 
 
 def test_the_assisted_generation_of_transformers(folders: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
-    model = ModelOptions(model=folders[0], draft=folders[1], draft_tokens="3")
     size = Size(contexts=8, rounds=25, ahead=2)
     certificate = audit_other(
         "transformers",
-        None,
-        model,
+        *folders,
+        3,
         SamplingParams(temperature=0.8),
         PROMPTS,
         size,
@@ -95,9 +93,7 @@ def test_other_engines_are_asked_for_temperature_and_filters_alone(tmp_path: Pat
         (SamplingParams(temperature=0), "need chance"),
     ):
         with pytest.raises(ValueError, match=match):
-            audit_other(
-                "transformers", None, ModelOptions(), params, None, SIZE, seed=0, out=tmp_path, say=lambda text: None
-            )
+            audit_other("transformers", "t", "d", 3, params, None, SIZE, seed=0, out=tmp_path, say=lambda text: None)
 
 
 class Server(BaseHTTPRequestHandler):

@@ -22,7 +22,6 @@ from paceline.evaluation.audit.certificate import Certificate, Control, Journal,
 from paceline.evaluation.audit.run import Say, Size, setting
 from paceline.evaluation.audit.statistics import Cells, Sample, share
 from paceline.evaluation.prompts import PROMPTS
-from paceline.options import ModelOptions
 from paceline.sampling.distribution import Distribution, distributions
 from paceline.sampling.params import SamplingParams
 
@@ -346,8 +345,9 @@ def _level(found: statistics.Statistics, plain: statistics.Statistics) -> Level:
 
 def audit_other(
     name: str,
-    server: str | None,
-    model: ModelOptions,
+    target: str,
+    draft: str,
+    draft_tokens: int,
     params: SamplingParams,
     prompts: Sequence[str] | None,
     size: Size,
@@ -357,10 +357,6 @@ def audit_other(
     say: Say,
 ) -> Certificate:
     """Raises ValueError for parameters that the other engine would not be asked for."""
-    if server is not None:
-        from paceline.evaluation.audit.server import audit_server
-
-        return audit_server(server, model.model, params, prompts, size, seed=seed, out=out, say=say)
     asked = SamplingParams(temperature=params.temperature, top_p=params.top_p, top_k=params.top_k)
     for field in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         if getattr(params, field) != getattr(asked, field):
@@ -371,8 +367,6 @@ def audit_other(
         raise ValueError("temperature is 0, and statistics need chance: give 0.8, say")
     if name == "transformers" and params.top_k == 0:
         asked = replace(asked, top_k=50)  # what a call there has if it says nothing
-    k = model.k
-    assert k != "auto"
-    engine = ENGINES[name](model.model, model.draft, asked, k)
-    subject = {"target": model.model, "draft": model.draft, "draft_tokens": k}
+    engine = ENGINES[name](target, draft, asked, draft_tokens)
+    subject = {"target": target, "draft": draft, "draft_tokens": draft_tokens}
     return audit_engine(engine, asked, prompts, size, seed=seed, out=out, say=say, subject=subject)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from paceline import __version__
 from paceline.engine.llm import LLM
 from paceline.evaluation.audit import identity, replay, statistics
 from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level, jsonable
@@ -152,7 +151,7 @@ class _Run:
     ) -> None:
         self.subject, self.prompts, self.size, self.seed, self.say = subject, prompts, size, seed, say
         asked = {
-            "paceline": __version__,
+            "paceline": version("paceline"),
             "told": told,
             "verify": subject.verify,
             "draft_tokens": subject.draft_tokens,
@@ -492,7 +491,7 @@ def setting() -> dict[str, Any]:
     return jsonable(
         {
             "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "paceline": __version__,
+            "paceline": version("paceline"),
             "commit": _commit(),
             "python": platform.python_version(),
             "packages": packages,

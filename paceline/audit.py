@@ -62,10 +62,17 @@ def _audit(
     sampling: SamplingOptions,
 ) -> Certificate:
     params = sampling.params()
-    if size.server is not None or size.engine != "paceline":
+    if size.server is not None:
+        from paceline.evaluation.audit.server import audit_server
+
+        return audit_server(size.server, model.model, params, texts, extent, seed=seed, out=out, say=say)
+    if size.engine != "paceline":
         from paceline.evaluation.audit.others import audit_other
 
-        return audit_other(size.engine, size.server, model, params, texts, extent, seed=seed, out=out, say=say)
+        k = model.k
+        assert k != "auto"
+        engine = size.engine
+        return audit_other(engine, model.model, model.draft, k, params, texts, extent, seed=seed, out=out, say=say)
     llm = model.load()
     prompts: Sequence[str | Sequence[int]] | None = texts
     if texts is not None and (llm.tokenizer.chat_template is not None if chat is None else chat):
