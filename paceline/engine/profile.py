@@ -29,12 +29,12 @@ from paceline.sampling.params import SamplingParams
 from paceline.sampling.sampler import RULES, Sampler
 from paceline.sampling.streams import Stream
 
-SHORT, LONG = 32, 512
+SHORT, LONG = 32, 256
 """Contexts that costs are measured behind."""
 TIMES = 6
 """Rounds of each kind that are timed at most; the fastest counts, since whatever else runs only adds."""
-SECONDS = 0.25
-"""About what each of a handful of series of rounds may take; all kinds are timed twice in any case."""
+SECONDS = 0.5
+"""About what each of two series of rounds may take; all kinds are timed twice in any case."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def measure(
     seconds: float = SECONDS,
     advance: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """Costs for up to `slots` sequences at once. `advance` hears of every series that is done (`series(slots)` in all).
+    """Costs for up to `slots` sequences at once. `advance` hears of each of the SERIES of rounds that is done.
 
     Long contexts are cut to what the model takes.
     """
@@ -142,51 +142,42 @@ def measure(
     most = max(4, target.context - room - 1)
     short, long = min(contexts[0], most // 2), min(contexts[1], most)
     every = range(MAX_DRAFT + 1)
-    wrong = lambda slots, capacity: _Wrong(target.vocab_size)  # noqa: E731
+    alone, behind = _Rounds(1, short, every), _Rounds(1, long, (0, MAX_DRAFT))
+    together = _Rounds(slots, short, (0, 1, 3, MAX_DRAFT))
+    _time([alone, behind, *[together][: slots - 1]], target, lambda slots, capacity: _Wrong(target.vocab_size), seconds)
+    advance()
+    drafting, reading = _Rounds(1, short, every), _Rounds(1, long, (1,))
+    drafting_together = _Rounds(slots, short, (0, 1, MAX_DRAFT))
+    _time([drafting, reading, *[drafting_together][: slots - 1]], target, new_proposer, seconds)
+    advance()
 
-    def series(new: Callable[[int, int], Proposer], sequences: int, context: int, ks: Sequence[int]) -> _Rounds:
-        found = _rounds(target, new, sequences, context, ks, seconds)
-        advance()
-        return found
-
-    alone = series(wrong, 1, short, every)
-    behind = series(wrong, 1, long, (0, MAX_DRAFT))
-    together = series(wrong, slots, short, (0, 1, 3, MAX_DRAFT)) if slots > 1 else {}
-
-    def context(start: int, timed: _Rounds) -> float:
-        """The mean one of a series, which goes on from its start by a token a round."""
-        return start + TIMES * len(timed) / 2
-
-    further = context(long, behind) - context(short, alone)
-    slopes = [max(0.0, timed.rest_s - alone[k].rest_s) / max(further, 1.0) for k, timed in behind.items()]
+    further = max(behind.mean_context - alone.mean_context, 1.0)
+    first, last = ((behind.timed[k].rest_s - alone.timed[k].rest_s) / further for k in (0, MAX_DRAFT))
+    slopes = (max(0.0, first), max(0.0, first, last))  # a row more never makes the context cheaper
     # What a few rows cost is known best from one sequence alone.
-    measured = {slots * (k + 1): (timed.rest_s, context(short, together)) for k, timed in together.items()}
-    measured |= {k + 1: (timed.rest_s, context(short, alone)) for k, timed in alone.items()}
+    measured = {}
+    if slots > 1:
+        measured = {slots * (k + 1): (timed.rest_s, together.mean_context) for k, timed in together.timed.items()}
+    measured |= {k + 1: (timed.rest_s, alone.mean_context) for k, timed in alone.timed.items()}
     rows = tuple(sorted(measured))
     context_s = [between((1, MAX_DRAFT + 1), slopes, m) for m in rows]
-    # Noise in the slope shall not eat up the rest.
-    round_s = [
-        max(measured[m][0] - of_m * measured[m][1], measured[m][0] / 2) for m, of_m in zip(rows, context_s, strict=True)
-    ]
-    drafting = series(new_proposer, 1, short, every)
-    reading = series(new_proposer, 1, long, (1,))
-    drafts = {1: tuple(drafting[k].draft_s for k in every)}
-    if slots > 1:
-        found = series(new_proposer, slots, short, (0, 1, MAX_DRAFT))
-        drafts[slots] = tuple(np.interp(every, sorted(found), [found[k].draft_s for k in sorted(found)]).tolist())
+    round_s = []
+    for m, of_context in zip(rows, context_s, strict=True):
+        rest_s, met = measured[m]
+        round_s.append(max(rest_s - of_context * met, rest_s / 2))  # noise in the slope shall not eat up the rest
+    drafts = {slots: drafting_together, 1: drafting} if slots > 1 else {1: drafting}
     return Costs(
         rows=rows,
         round_s=tuple(round_s),
         context_s=tuple(context_s),
         batches=tuple(sorted(drafts)),
-        draft_s=tuple(drafts[n] for n in sorted(drafts)),
-        read_s=max(0.0, reading[1].first_s - drafts[1][1]) / long,
+        draft_s=tuple(drafts[n].draft_s for n in sorted(drafts)),
+        read_s=max(0.0, reading.timed[1].first_s - drafting.timed[1].draft_s) / long,
     )
 
 
-def series(slots: int) -> int:
-    """How many series of rounds `measure` times."""
-    return 4 if slots == 1 else 6
+SERIES = 2
+"""Series of rounds that `measure` times."""
 
 
 @dataclass
@@ -197,50 +188,72 @@ class _Timed:
     """Of the very first draft, which may have to read the prompt."""
 
 
-_Rounds = dict[int, _Timed]
+class _Rounds:
+    """Rounds of so many sequences behind a context, with each of `ks` in turn; the fastest of each k."""
+
+    def __init__(self, sequences: int, context: int, ks: Sequence[int]) -> None:
+        self.sequences, self.context, self.ks = sequences, context, ks
+        self.timed = {k: _Timed() for k in ks}
+        self._control = _Given()
+
+    @property
+    def mean_context(self) -> float:
+        """A sequence goes on from its context by about a token a round."""
+        return self.context + TIMES * len(self.ks) / 2
+
+    @property
+    def draft_s(self) -> tuple[float, ...]:
+        """Of 0, 1, 2, ... tokens."""
+        found = [self.timed[k].draft_s for k in self.ks]
+        return tuple(np.interp(range(MAX_DRAFT + 1), self.ks, found).tolist())
+
+    def begin(self, target: LanguageModel, new_proposer: Callable[[int, int], Proposer]) -> None:
+        self._begin = lambda: self.begin(target, new_proposer)
+        capacity = min(target.context - 1, self.context + TIMES * (MAX_DRAFT + 1))
+        proposer = new_proposer(self.sequences, capacity)
+        self._batch = Batch(target, proposer, draft_tokens=self._control, slots=self.sequences, capacity=capacity)
+        random = np.random.default_rng(0)
+        for _ in range(self.sequences):
+            prompt = random.integers(0, target.vocab_size, self.context).tolist()
+            sampler = Sampler(
+                params=SamplingParams(temperature=0),
+                rule=RULES["token"],
+                stream=Stream(0, 0),
+                prompt_length=self.context,
+            )
+            self._batch.admit(decoding.Sequence(prompt, sampler, limit=capacity + 1, detokenizer=_NoText()))
+        while not self._batch.running[0].output:
+            self._batch.round()
+
+    def run(self, *, counts: bool) -> None:
+        """A round with each k; the first ones are for caches and clocks."""
+        for k in self.ks:
+            running = self._batch.running
+            if len(running) < self.sequences or any(s.limit - len(s.tokens) - 1 < k for s in running):
+                self._begin()  # they have grown to where the context ends
+            stats, timed, self._control.k = self._batch.running[0].stats, self.timed[k], k
+            draft_s, decode_s = stats.draft_s, stats.decode_s
+            self._batch.round()
+            draft_s = stats.draft_s - draft_s
+            rest_s = stats.decode_s - decode_s - draft_s
+            if counts:
+                timed.draft_s, timed.rest_s = min(timed.draft_s, draft_s), min(timed.rest_s, rest_s)
+            else:
+                timed.first_s = draft_s
 
 
-def _rounds(
+def _time(
+    all_rounds: Sequence[_Rounds],
     target: LanguageModel,
     new_proposer: Callable[[int, int], Proposer],
-    sequences: int,
-    context: int,
-    ks: Sequence[int],
     seconds: float,
-) -> _Rounds:
-    """The fastest round of each k, over rounds with every k in turn, so that the machine's drift falls on all."""
-    capacity = min(target.context - 1, context + TIMES * (MAX_DRAFT + 1))
-    control = _Given()
-
-    def begin() -> Batch:
-        proposer = new_proposer(sequences, capacity)
-        batch = Batch(target, proposer, draft_tokens=control, slots=sequences, capacity=capacity)
-        random = np.random.default_rng(0)
-        for _ in range(sequences):
-            prompt = random.integers(0, target.vocab_size, context).tolist()
-            sampler = Sampler(
-                params=SamplingParams(temperature=0), rule=RULES["token"], stream=Stream(0, 0), prompt_length=context
-            )
-            batch.admit(decoding.Sequence(prompt, sampler, limit=capacity + 1, detokenizer=_NoText()))
-        while not batch.running[0].output:
-            batch.round()
-        return batch
-
-    found: _Rounds = {k: _Timed() for k in ks}
-    batch, began = begin(), time.perf_counter()
+) -> None:
+    """All of them in turn, so that the machine's drift falls on all alike."""
+    for rounds in all_rounds:
+        rounds.begin(target, new_proposer)
+    began = time.perf_counter()
     for turn in range(TIMES + 1):
         if turn > 2 and time.perf_counter() - began > seconds:
             break
-        for k in ks:
-            if len(batch.running) < sequences or any(s.limit - len(s.tokens) - 1 < k for s in batch.running):
-                batch = begin()  # they have grown to where the context ends
-            stats, control.k = batch.running[0].stats, k
-            draft_s, decode_s = stats.draft_s, stats.decode_s
-            batch.round()
-            draft_s = stats.draft_s - draft_s
-            rest_s = stats.decode_s - decode_s - draft_s
-            if turn == 0:  # for caches and clocks
-                found[k].first_s = draft_s
-            else:
-                found[k].draft_s, found[k].rest_s = min(found[k].draft_s, draft_s), min(found[k].rest_s, rest_s)
-    return found
+        for rounds in all_rounds:
+            rounds.run(counts=turn > 0)

@@ -18,11 +18,11 @@ import numpy as np
 from paceline.decoding.control import LEAST_GAIN, MAX_DRAFT, Costs, Everything, Pool
 from paceline.decoding.stats import Stats
 from paceline.engine.llm import LLM
-from paceline.engine.profile import LONG, SHORT, Profile, series
+from paceline.engine.profile import LONG, SERIES, SHORT, Profile
 from paceline.evaluation.intervals import Estimate, bootstrap
 from paceline.sampling.params import SamplingParams
 
-SECONDS = 1.0
+SECONDS = 2.0
 """Of each series of rounds that costs are taken from: more than where nobody asked for a measurement."""
 Advance = Callable[[], None]
 
@@ -118,7 +118,7 @@ def tune(
     batches = sorted({1, *batches})
     for draft in drafts:
         drafting = llm.with_draft(draft, max_num_seqs=batches[-1])
-        advance = track(series(batches[-1]), f"{draft}: what rounds cost")
+        advance = track(SERIES, f"{draft}: what rounds cost")
         context = max(2 * SHORT, min(LONG, max(map(len, prompts)) + (params.max_tokens or LONG) // 2))
         costs = drafting.measure(contexts=(SHORT, context), seconds=SECONDS, advance=advance)
         seen: Pool = {}

@@ -12,7 +12,7 @@ import pytest
 from paceline.decoding.control import MAX_DRAFT, Costs
 from paceline.engine import llm as engine
 from paceline.engine.llm import LLM
-from paceline.engine.profile import Profile, measure, profile_file, series
+from paceline.engine.profile import SERIES, Profile, measure, profile_file
 from paceline.models.interface import Cache, Chunk, Scores
 from paceline.proposers.base import Prospect, Request
 from paceline.proposers.ngram import NgramProposer
@@ -77,7 +77,7 @@ def test_measured_costs_are_the_true_ones(monkeypatch: pytest.MonkeyPatch) -> No
         contexts=(20, 120),
         advance=lambda: ticks.append(None),
     )
-    assert len(ticks) == series(4)
+    assert len(ticks) == SERIES
     assert costs.rows == (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 36)
     for rows in (1, 5, 9, 24, 36):
         assert costs.round(rows, 0) == pytest.approx(5e-3 + ROW_S * rows, rel=0.1)
