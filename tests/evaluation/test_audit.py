@@ -22,7 +22,7 @@ from paceline.evaluation.audit.statistics import Cells, Counts, Sample
 from paceline.evaluation.audit.trials import Bench, Context, Exact
 from tests import tiny
 
-PARAMS = SamplingParams(temperature=0.8, top_p=0.95, ignore_eos=True)
+PARAMS = SamplingParams(temperature=0.6, top_p=0.95, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "def add(a", "Speculative sampling", "one two three one two"]
 SMALL = Size(contexts=16, rounds=30, slots=16, replay_tokens=16, batch_sizes=(1, 3))
 
@@ -180,6 +180,28 @@ def test_rounds_begin_at_their_context_every_time(folders: tuple[str, str]) -> N
     assert fresh.run(samplers[:1])[0].tokens == first[0]
 
 
+@pytest.mark.parametrize("draft", ["model", "ngram"])
+def test_a_bench_moves_on_to_other_contexts(folders: tuple[str, str], draft: str) -> None:
+    """Longer ones of the same text, others, and fewer: as if it had begun there."""
+    subject = _subject(LLM(folders[0], folders[1] if draft == "model" else "ngram", draft_tokens=3, threads=1), PARAMS)
+    one, other = Context((5, 6, 7, 5, 6, 7), (8, 5, 6)), Context((9, 10, 9, 10, 9), (10, 9))
+    longer = Context(one.prompt, (*one.output, 7, 8, 5))
+    moving = Bench(subject, [one, other], ahead=3, longest=20)
+    exact = Exact(subject, [one, other], ahead=4, longest=20)
+    for contexts in ([longer, one], [other, longer], [one], [longer]):
+        samplers = [subject.new_sampler(len(context.prompt), 7, i) for i, context in enumerate(contexts)]
+        moving.move(contexts)
+        exact.move(contexts)
+        fresh, plain = Bench(subject, contexts, ahead=3), Exact(subject, contexts, ahead=4)
+        for _ in range(2):
+            assert [o.tokens for o in moving.run(samplers)] == [o.tokens for o in fresh.run(samplers)]
+        for scorer in (exact, plain):
+            scorer.learn([[(20, 21), (20, 22)] for _ in contexts])
+        for i in range(len(contexts)):
+            for more in ((), (20,), (20, 21), (20, 22)):
+                assert (exact.p(i, more).dense() == plain.p(i, more).dense()).all()
+
+
 def test_exact_rows_are_the_models_own(folders: tuple[str, str]) -> None:
     subject = _subject(engine(folders), PARAMS)
     contexts = [Context((5, 6, 7), (8,)), Context((9, 10), (11, 12, 13))]
@@ -191,7 +213,7 @@ def test_exact_rows_are_the_models_own(folders: tuple[str, str]) -> None:
     for slot, more in ((0, ()), (0, (20,)), (0, (20, 21)), (1, (22,))):
         with torch.no_grad():
             row_V = model(torch.tensor([[*contexts[slot].tokens, *more]])).logits[0, -1]
-        p_V = (row_V / 0.8).softmax(-1).numpy()
+        p_V = (row_V / 0.6).softmax(-1).numpy()
         ordered = np.sort(p_V)[::-1]
         p_V[p_V < ordered[ordered.cumsum().searchsorted(0.95)] - 1e-9] = 0
         assert np.abs(statistics.share(exact.p(slot, more)) - p_V / p_V.sum()).max() < 1e-4

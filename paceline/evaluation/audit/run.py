@@ -163,7 +163,8 @@ class _Run:
         }
         self.journal = Journal(None if folder is None else folder / "steps.jsonl", asked)
         self._texts: tuple[Subject, list[list[int]]] | None = None
-        self._scorer: tuple[Sequence[Context], Subject, Exact] | None = None
+        self._bench: Bench | None = None
+        self._exact: Exact | None = None
 
     def certificate(self, about: dict[str, Any]) -> Certificate:
         size = self.size
@@ -215,45 +216,55 @@ class _Run:
         contexts = [Context(tuple(prompt), tuple(output)) for prompt, output in done["contexts"]]
         return Found(contexts, done["looked"], done["drafted"])
 
-    def _groups(self, contexts: Sequence[Context]) -> Iterator[tuple[int, Sequence[Context]]]:
-        # Of similar length: a batch is as long as its longest sequence.
-        for start in range(0, len(contexts), self.size.slots):
-            yield start, contexts[start : start + self.size.slots]
+    def _groups(self, contexts: Sequence[Context]) -> list[list[Context]]:
+        """Contexts that are looked at together. They are in order, and each slot goes through a stretch of them."""
+        stretch = -(-len(contexts) // self.size.slots)
+        runs = [contexts[start : start + stretch] for start in range(0, len(contexts), stretch)]
+        return [[run[n] for run in runs if n < len(run)] for n in range(stretch)]
 
     def _rounds(self, contexts: Sequence[Context]) -> tuple[identity.Identity, Sample]:
         """Levels 1 and 3 share the reading of the contexts."""
-        whole, sample = identity.Identity(), Sample(self.size.ahead)
-        for start, group in self._groups(contexts):
+        whole, sample, looked = identity.Identity(), Sample(self.size.ahead), 0
+        for number, group in enumerate(self._groups(contexts)):
 
-            def examine(start: int = start, group: Sequence[Context] = group) -> Any:
-                bench = Bench(self.subject, group, ahead=self.size.ahead)
-                exact = self._exact(self.subject, group)
-                first = identity.examine(bench, exact, self.subject.decide, seed=self._seed(start))
-                return {"identity": first, "sample": self._sampled(bench, exact, start)}
+            def examine(number: int = number, group: Sequence[Context] = group) -> Any:
+                bench, exact = self._at(self.subject, self.subject, group, contexts)
+                first = identity.examine(bench, exact, self.subject.decide, seed=self._seed(number))
+                return {"identity": first, "sample": self._sampled(bench, exact, number)}
 
-            done = self.journal.once(f"contexts {start}", examine)
+            done = self.journal.once(f"contexts {number}", examine)
             whole.extend(identity.Identity(**done["identity"]))
             sample.extend(Sample.load(done["sample"]))
-            self.say(f"{start + len(group)} of {len(contexts)} contexts, {sample.trials} rounds sampled")
+            looked += len(group)
+            self.say(f"{looked} of {len(contexts)} contexts, {sample.trials} rounds sampled")
         return whole, sample
 
-    def _exact(self, right: Subject, group: Sequence[Context]) -> Exact:
-        """The last one that was made is kept: controls mostly look at the same contexts."""
-        if self._scorer is None or self._scorer[:2] != (group, right):
-            ahead = max(self.size.ahead, self.subject.draft_tokens) + 1
-            self._scorer = None  # its memory first
-            self._scorer = (group, right, Exact(right, group, ahead=ahead))
-        return self._scorer[2]
+    def _at(
+        self, subject: Subject, right: Subject, group: Sequence[Context], contexts: Sequence[Context]
+    ) -> tuple[Bench, Exact]:
+        """`subject` before these contexts, and what plain decoding of `right` says there. The last ones are kept."""
+        slots, longest = self._groups(contexts)[0], max(len(context.tokens) for context in contexts)
+        if self._bench is None or self._bench.subject is not subject:
+            self._bench = None  # its memory first
+            self._bench = Bench(subject, slots, ahead=self.size.ahead, longest=longest)
+        if self._exact is None or self._exact.subject != right:
+            self._exact = None
+            ahead = max(self.size.ahead, subject.draft_tokens) + 1
+            self._exact = Exact(right, slots, ahead=ahead, longest=longest)
+        self._bench.move(group)
+        self._exact.move(group)
+        return self._bench, self._exact
 
-    def _seed(self, context: int) -> int:
-        return (self.seed + 1) * 1_000_003 + context
+    def _seed(self, group: int) -> int:
+        """Of the first context in a group; the others' follow it."""
+        return (self.seed + 1) * 1_000_003 + group * self.size.slots
 
-    def _sampled(self, bench: Bench, exact: Exact, start: int) -> Sample:
+    def _sampled(self, bench: Bench, exact: Exact, number: int) -> Sample:
         """Trials of every context of the bench, each with numbers of its own, held against plain decoding."""
         outcomes = []
         for sample in range(1, self.size.rounds + 1):
             samplers = [
-                bench.subject.new_sampler(len(context.prompt), self._seed(start + i), sample)
+                bench.subject.new_sampler(len(context.prompt), self._seed(number) + i, sample)
                 for i, context in enumerate(bench.contexts)
             ]
             outcomes.append(bench.run(samplers))
@@ -265,7 +276,6 @@ class _Run:
                 sampled.add(share(exact.p(i, prefix)), share(q_of[prefix]) if seen else None, prefix, tokens)
             sampled.cells.append(Cells.of(share(exact.p(i)), [trial[i].tokens[0] for trial in outcomes]))
             sampled.trials += len(outcomes)
-        exact.forget()
         return sampled
 
     def _replay(self, noise: replay.Noise) -> replay.Replay:
@@ -309,13 +319,14 @@ class _Run:
             # All but the last token as prompt, whose tokens do not count: what is drafted then counts for most.
             contexts = [Context(tuple(c.tokens[:-1]), (c.tokens[-1],)) for c in contexts]
             added = "; with presence_penalty and frequency_penalty of -2 for this control"
+        faulty = fault.make(right) if missing is None else right
         tests = {1: self._before_identity, 2: self._before_replay, 3: self._before_statistics}
         for level in sorted(fault.levels):
             if missing is None and not (level == 1 and self.subject.decide is None and fault.needs_decide):
 
                 def test(level: int = level) -> Any:
                     self.say(f"control: {fault.name}, level {level}")
-                    return tests[level](fault.make(right), right, contexts, noise)
+                    return tests[level](faulty, right, contexts, noise)
 
                 caught, detail = self.journal.once(f"control {fault.name} {level}", test)
             else:
@@ -327,8 +338,7 @@ class _Run:
     def _before_identity(
         self, faulty: Subject, right: Subject, contexts: Sequence[Context], noise: replay.Noise
     ) -> tuple[bool, str]:
-        group = contexts[: self.size.slots]
-        bench, exact = Bench(faulty, group, ahead=self.size.ahead), self._exact(right, group)
+        bench, exact = self._at(faulty, right, self._groups(contexts)[0], contexts)
         found = identity.examine(bench, exact, faulty.decide if right.decide else None, seed=self._seed(0))
         return not found.exact(noise.variation), identity_summary(found)
 
@@ -354,10 +364,11 @@ class _Run:
         """As many contexts as it takes, up to all that the audit itself looked at."""
         sample, look = Sample(self.size.ahead), 1
         tested = None
-        for number, (start, group) in enumerate(self._groups(contexts), start=1):
-            bench, exact = Bench(faulty, group, ahead=self.size.ahead), self._exact(right, group)
-            sample.extend(self._sampled(bench, exact, start))
-            if number < look and start + len(group) < len(contexts):
+        groups = self._groups(contexts)
+        for number, group in enumerate(groups):
+            bench, exact = self._at(faulty, right, group, contexts)
+            sample.extend(self._sampled(bench, exact, number))
+            if number + 1 < look and number + 1 < len(groups):
                 continue
             look *= 2
             tested = statistics.examine(sample, alarm=self.size.alarm, seed=self.seed, slack=10 * noise.variation)

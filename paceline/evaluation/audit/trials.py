@@ -16,7 +16,6 @@ import torch
 
 from paceline.decoding import sequence as decoding
 from paceline.decoding.sequence import OutputToken, Provenance, TokenLogprobs
-from paceline.decoding.stats import Stats
 from paceline.evaluation.audit.subject import Silent, Subject
 from paceline.models.interface import Cache, Chunk, LanguageModel, Scores
 from paceline.proposers.base import Proposer, Prospect, Request
@@ -38,6 +37,11 @@ class Context:
     @property
     def tokens(self) -> list[int]:
         return [*self.prompt, *self.output]
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens the two have in common from the beginning on."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 class _Remembering:
@@ -63,6 +67,8 @@ class Watched:
         self.seen: dict[int, list[torch.Tensor]] = {}
         self.drafts: dict[int, tuple[int, Draft]] = {}
         """By slot: (committed tokens, what was drafted behind them)."""
+        self.reading = False
+        """What is observed is kept and not passed on: the proposer is told of it all at once afterwards."""
 
     @property
     def features(self) -> tuple[int, ...]:
@@ -84,7 +90,8 @@ class Watched:
     def observe(self, slot: int, tokens: Sequence[int], features_TFH: torch.Tensor | None = None) -> None:
         if features_TFH is not None:
             self.seen[slot].append(features_TFH)
-        self._inner.observe(slot, tokens, features_TFH)
+        if not self.reading:
+            self._inner.observe(slot, tokens, features_TFH)
 
 
 class _Trial(decoding.Sequence):
@@ -105,48 +112,60 @@ class Outcome:
 
 
 class Bench:
-    """One context a slot. `ahead` is how many tokens a trial shall give."""
+    """One context a slot. `ahead`: how many tokens a trial shall give; `longest`: the longest context there will be."""
 
-    def __init__(self, subject: Subject, contexts: Sequence[Context], *, ahead: int) -> None:
-        self.subject, self.contexts, self.ahead = subject, contexts, ahead
+    def __init__(
+        self, subject: Subject, contexts: Sequence[Context], *, ahead: int, longest: int | None = None
+    ) -> None:
+        self.subject, self.ahead = subject, ahead
+        self.contexts: Sequence[Context] = []
         self.rounds = 0
-        """Rounds of a sequence that drafted something or could have, reading apart."""
-        room = ahead + subject.draft_tokens + 1
-        capacity = min(subject.target.context - 1, max(len(c.tokens) for c in contexts) + room)
+        """Rounds of a sequence, reading apart."""
+        longest = longest or max(len(c.tokens) for c in contexts)
+        self._capacity = min(subject.target.context - 1, longest + ahead + subject.draft_tokens + 1)
         target = _Remembering(subject.target)
-        self.proposer = Watched(subject.new_proposer(len(contexts), capacity))
-        self._batch = replace(subject, target=target, new_proposer=lambda slots, capacity: self.proposer).new_batch(
-            len(contexts), capacity
-        )
+        self.proposer = Watched(subject.new_proposer(len(contexts), self._capacity))
+        watched = replace(subject, target=target, new_proposer=lambda slots, capacity: self.proposer)
+        self._batch = watched.new_batch(len(contexts), self._capacity)
         self._cache = target.cache
         self._trials: list[_Trial] = []
-        for context in contexts:
-            trial = _Trial(
-                context.prompt, subject.new_sampler(len(context.prompt), 0), limit=capacity + 1, detokenizer=Silent()
-            )
-            trial.tokens += context.output  # no output yet, so all of it is read as a prompt is
-            self._batch.admit(trial)
-            self._trials.append(trial)
-        while reading := [trial for trial in self._trials if not trial.output]:
+        self._features: list[torch.Tensor | None] = []
+        self.move(contexts)
+
+    def move(self, contexts: Sequence[Context]) -> None:
+        """To other contexts, not more than at first. What the slots have read of them already is not read again."""
+        self.proposer.reading = True
+        for i, context in enumerate(contexts):
+            sampler = self.subject.new_sampler(len(context.prompt), 0)
+            if i == len(self._trials):
+                trial = _Trial(context.prompt, sampler, limit=self._capacity + 1, detokenizer=Silent())
+                self._batch.admit(trial)
+                self._trials.append(trial)
+            else:
+                trial, features = self._trials[i], self._features[i]
+                same = common(self.contexts[i].tokens[:-1], context.tokens[:-1])
+                self._cache.truncate(trial.slot, same)
+                self.proposer.seen[trial.slot] = [] if features is None else [features[:same]]
+            # No output yet, so all of it is read as a prompt is.
+            trial.tokens, trial.output, trial.sampler = context.tokens, [], sampler
+        # Where fewer contexts follow, the last slots keep what they hold.
+        self.contexts, kept = list(contexts), self._features[len(contexts) :]
+        while reading := [trial for trial in self._trials[: len(contexts)] if not trial.output]:
             self._batch.running = list(reading)
             self._batch.round()
-        self._features = [self._known(trial, context) for trial, context in zip(self._trials, contexts, strict=True)]
+        self.proposer.reading = False
+        self._features = [self._known(t, c) for t, c in zip(self._trials, contexts, strict=False)] + kept
 
     def _known(self, trial: _Trial, context: Context) -> torch.Tensor | None:
         if not self.proposer.features:
             return None
         return torch.cat(self.proposer.seen[trial.slot])[: len(context.tokens) - 1]
 
-    @property
-    def stats(self) -> Stats:
-        return sum((trial.stats for trial in self._trials), Stats())
-
     @torch.inference_mode()
     def rewind(self, samplers: Sequence[Sampler]) -> None:
         """Every slot back to its context, with all but the last token read."""
-        for trial, context, sampler, features in zip(
-            self._trials, self.contexts, samplers, self._features, strict=True
-        ):
+        for i, (context, sampler) in enumerate(zip(self.contexts, samplers, strict=True)):
+            trial, features = self._trials[i], self._features[i]
             length = len(context.tokens)
             del trial.tokens[length:]
             trial.output = [OutputToken(token, "", Provenance.PLAIN) for token in context.output]
@@ -157,15 +176,15 @@ class Bench:
 
     def round(self) -> None:
         """One round of every slot."""
-        self._batch.running = list(self._trials)
+        self._batch.running = list(self._trials[: len(self.contexts)])
         self._batch.round()
 
     def run(self, samplers: Sequence[Sampler]) -> list[Outcome]:
         """From the contexts, rounds until each has given `ahead` tokens."""
         self.rewind(samplers)
-        outcomes = [Outcome([]) for _ in self._trials]
+        outcomes = [Outcome([]) for _ in self.contexts]
         lengths = [len(context.tokens) for context in self.contexts]
-        while going := [i for i, t in enumerate(self._trials) if len(t.tokens) < lengths[i] + self.ahead]:
+        while going := [i for i, n in enumerate(lengths) if len(self._trials[i].tokens) < n + self.ahead]:
             self._batch.running = [self._trials[i] for i in going]
             self.proposer.drafts.clear()
             self._batch.round()
@@ -188,16 +207,29 @@ class Bench:
 class Exact:
     """The target's own distribution behind a context and any continuation: plain passes, no draft, no rounds."""
 
-    def __init__(self, subject: Subject, contexts: Sequence[Context], *, ahead: int) -> None:
-        self.subject, self.contexts = subject, contexts
-        most = max(len(c.tokens) for c in contexts) + ahead
+    def __init__(
+        self, subject: Subject, contexts: Sequence[Context], *, ahead: int, longest: int | None = None
+    ) -> None:
+        self.subject = subject
+        self.contexts: Sequence[Context] = []
+        most = (longest or max(len(c.tokens) for c in contexts)) + ahead
         self._cache = subject.target.new_cache(len(contexts), min(subject.target.context, most))
-        self._samplers = [subject.new_sampler(len(context.prompt), 0) for context in contexts]
         self._known: dict[tuple[int, tuple[int, ...]], Distribution] = {}
-        unread = [context.tokens[:-1] for context in contexts]
+        self.move(contexts)
+
+    def move(self, contexts: Sequence[Context]) -> None:
+        """As `Bench.move`."""
+        unread = []
+        for i, context in enumerate(contexts):
+            held = self.contexts[i].tokens[:-1] if i < len(self.contexts) else []
+            same = common(held, context.tokens[:-1])
+            self._cache.truncate(i, same)
+            unread.append(context.tokens[same:-1])
+        self.contexts = [*contexts, *self.contexts[len(contexts) :]]
+        self._samplers = [self.subject.new_sampler(len(context.prompt), 0) for context in self.contexts]
+        self._known.clear()
         while any(unread):
-            chunks = [Chunk(slot, t[:READ_CHUNK], outputs=0) for slot, t in enumerate(unread) if t]
-            self._score(chunks)
+            self._score([Chunk(slot, t[:READ_CHUNK], outputs=0) for slot, t in enumerate(unread) if t])
             unread = [tokens[READ_CHUNK:] for tokens in unread]
 
     @torch.inference_mode()
@@ -225,9 +257,8 @@ class Exact:
         while True:
             for i, left in enumerate(waiting):
                 while not unread[i] and left:
-                    wanted, same = [self.contexts[i].tokens[-1], *left.pop()], 0
-                    while same < min(len(wanted), len(held[i])) and wanted[same] == held[i][same]:
-                        same += 1
+                    wanted = [self.contexts[i].tokens[-1], *left.pop()]
+                    same = common(held[i], wanted)
                     self._cache.truncate(i, ends[i] + same)
                     held[i], unread[i] = wanted[:same], wanted[same:]
             going = [i for i, tokens in enumerate(unread) if tokens]
@@ -243,10 +274,6 @@ class Exact:
         """What the parameters make of the row behind a context and `more`."""
         (p,) = self._samplers[slot].distributions(row_V[None], [*self.contexts[slot].tokens, *more])
         return p
-
-    def forget(self) -> None:
-        """What was learnt: whole rows take memory."""
-        self._known.clear()
 
     def p(self, slot: int, more: Sequence[int] = ()) -> Distribution:
         """Learnt before."""
@@ -299,7 +326,8 @@ def find_contexts(
             break
     found = list(chosen.values())
     random.Random(seed).shuffle(found)
-    return Found(found[:count], looked, len(chosen))
+    # Those of one text follow each other: each is then read from where the one before it ends.
+    return Found(sorted(found[:count], key=lambda context: context.tokens), looked, len(chosen))
 
 
 class _Anchors(Watched):
