@@ -3,14 +3,15 @@
     python benchmarks/auto.py --humaneval HumanEval.jsonl.gz --xsum xsum_test_100.jsonl --draft ngram --draft random
 
 A draft is named as for `paceline generate`; "random" is a model of the target's sizes with one layer
-and random weights: a draft that is never right. Every prompt runs with every K in turn, in an
-order that moves on from prompt to prompt, so that the machine's drift falls on all alike. A speed is tokens by
+and random weights: a draft that is never right. Every prompt runs with every K, in an
+order drawn anew for each, so that the machine's drift, and what one run leaves to the next, fall on all alike. A speed is tokens by
 seconds of decoding; intervals are bootstraps over prompts. Ends in one JSON line.
 """
 
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,8 @@ def drafting(plain: LLM, draft: str) -> LLM:
     if draft == "random":
         assert isinstance(plain.target, Decoder)
         torch.manual_seed(0)
-        model = Decoder(replace(plain.target.config, num_layers=1))
+        config = plain.target.config
+        model = Decoder(replace(config, layers=config.layers[:1]))
         pack(model)
     return LLM(plain.target, model, tokenizer=plain.tokenizer, max_num_seqs=1)
 
@@ -69,10 +71,10 @@ def main(
             sides: list[Any] = [0, *(k or range(1, 7)), "auto"]
             runs: dict[Any, list[Stats]] = {side: [] for side in sides}
             params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-            for number, item in enumerate(track(task.items[:prompts], console=console, description=task.name)):
-                turn = number % len(sides)
+            shuffle = random.Random(0)
+            for item in track(task.items[:prompts], console=console, description=task.name):
                 texts = set()
-                for side in sides[turn:] + sides[:turn]:
+                for side in shuffle.sample(sides, len(sides)):
                     llm.draft_tokens = side
                     (completion,) = llm.generate([prompt_tokens(item, llm.tokenizer)], params)
                     runs[side].append(completion.stats)

@@ -64,7 +64,7 @@ class LLM:
         that both know; a draft in memory without `draft_tokenizer` has the target's.
     draft_tokens: K, how many tokens a round drafts; 0 is plain decoding. "auto" chooses K for every sequence and round
         by what a round costs on this machine and what the sequence kept of its drafts so far, 0 included. The costs are
-        those that `paceline tune` measured, or are measured before the first draft (a second or so) and kept in the
+        those that `paceline tune` measured, or are measured before the first draft (a few seconds) and kept in the
         cache folder. Greedy and coupled texts are the same whatever K; other seeded texts repeat with the same K. A
         function that makes a `Control` for a proposer chooses in a way of one's own.
     draft_p_min: a draft model ends its draft before a token with which the chance that all of it is kept, as far as the

@@ -33,7 +33,7 @@ SHORT, LONG = 32, 256
 """Contexts that costs are measured behind."""
 TIMES = 6
 """Rounds of each kind that are timed at most; the fastest counts, since whatever else runs only adds."""
-SECONDS = 0.5
+SECONDS = 1.0
 """About what each of two series of rounds may take; all kinds are timed twice in any case."""
 
 
