@@ -2,10 +2,10 @@
 
     python benchmarks/auto.py --humaneval HumanEval.jsonl.gz --xsum xsum_test_100.jsonl --draft ngram --draft random
 
-A draft is named as for `paceline generate`; "random" is a model of the target's sizes with one layer of
-random weights, which is never right. Every prompt runs with every K, in an order drawn anew for each, so that the machine's
-drift, and what one run leaves to the next, fall on all alike. A speed is tokens by seconds of decoding; intervals are
-bootstraps over prompts. Ends in one JSON line.
+A draft is named as for `paceline generate`; "random" is a model of the target's sizes with one layer of random weights,
+which is never right. Every prompt runs with every K, in an order drawn anew for each, so that the machine's drift, and
+what one run leaves to the next, fall on all alike. A speed is tokens by seconds of decoding; intervals are bootstraps
+over prompts. Ends in one JSON line.
 """
 
 from __future__ import annotations
