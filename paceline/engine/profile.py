@@ -34,7 +34,7 @@ SHORT, LONG = 32, 256
 TIMES = 6
 """Rounds of each kind that are timed at most; the fastest counts, since whatever else runs only adds."""
 SECONDS = 1.0
-"""About what each of two series of rounds may take; all kinds are timed twice in any case."""
+"""About what each of two series of rounds may take; all kinds are timed once in any case, a large model takes longer."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def _time(
         rounds.begin(target, new_proposer)
     began = time.perf_counter()
     for turn in range(TIMES + 1):
-        if turn > 2 and time.perf_counter() - began > seconds:
+        if turn > 1 and time.perf_counter() - began > seconds:
             break
         for rounds in all_rounds:
             rounds.run(counts=turn > 0)
