@@ -34,7 +34,7 @@ SHORT, LONG = 32, 256
 TIMES = 6
 """Rounds of each kind that are timed at most; the fastest counts, since whatever else runs only adds."""
 SECONDS = 1.0
-"""About what each of two series of rounds may take; all kinds are timed once in any case, a large model takes longer."""
+"""About what each of two series of rounds may take; every kind is timed once in any case."""
 
 
 @dataclass(frozen=True)
