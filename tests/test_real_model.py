@@ -113,11 +113,10 @@ def test_coupled_sampling_gives_the_same_text_for_every_draft(
 def test_a_request_with_a_seed_gives_the_same_text_alone_and_among_seven_others(checkpoint: Checkpoint) -> None:
     for verify in ("token", "block"):
         asked = [SamplingParams(max_tokens=10, seed=100 + i, temperature=0.9, top_p=0.9) for i in range(8)]
-        together = texts(llm(checkpoint, "ngram", verify=verify), PROMPTS, asked)
+        model = llm(checkpoint, "ngram", verify=verify)
+        together = texts(model, PROMPTS, asked)
         for i in (0, 2, 4):
-            assert (
-                texts(llm(checkpoint, "ngram", verify=verify), PROMPTS[i : i + 1], asked[i : i + 1])[0] == together[i]
-            )
+            assert texts(model, PROMPTS[i : i + 1], asked[i : i + 1])[0] == together[i]
 
 
 # ---- greedy equality over long texts, in every format ----

@@ -169,10 +169,19 @@ class Adaptive:
 
     Tokens are expected by the kind of draft that is ahead (`Proposer.prospects`): a sequence's own recent acceptance,
     leaning on what `pool` saw of others. Sequences that draft nothing probe with one token as often as PROBING allows.
+
+    A request with a seed of its own is decided as if it ran alone, leaning on what was `believed` from the beginning:
+    its text does not depend on what runs beside it, or ran before.
     """
 
-    def __init__(self, proposer: Proposer, costs: Costs, pool: Pool) -> None:
-        self.proposer, self.costs, self.pool = proposer, costs, pool
+    def __init__(
+        self,
+        proposer: Proposer,
+        costs: Costs,
+        pool: Pool,
+        believed: Mapping[str, tuple[float, float]] = {},
+    ) -> None:
+        self.proposer, self.costs, self.pool, self.believed = proposer, costs, pool, believed
         self._slots: dict[int, _Slot] = {}
         self._by_rows: dict[int, tuple[float, float]] = {}
         self._by_k: dict[tuple[int, int], float] = {}
@@ -182,6 +191,16 @@ class Adaptive:
 
     def choose(self, requests: Sequence[Request]) -> list[int]:
         prospects = self.proposer.prospects(requests)
+        together = [n for n, request in enumerate(requests) if not _alone(request)]
+        chosen = [0] * len(requests)
+        for group in [together, *([n] for n, request in enumerate(requests) if _alone(request))]:
+            if group:
+                found = self._choose([requests[n] for n in group], [prospects[n] for n in group])
+                for n, k in zip(group, found, strict=True):
+                    chosen[n] = k
+        return chosen
+
+    def _choose(self, requests: Sequence[Request], prospects: Sequence[Prospect | None]) -> list[int]:
         gains = [self._gains(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
         context = sum(len(r.tokens) for r in requests) / len(requests)
         chosen = self._allot(gains, prospects, context, [min(r.k, HORIZON) for r in requests])
@@ -211,7 +230,8 @@ class Adaptive:
         if ahead is None:
             return []
         own = self._slots[request.slot].seen.get(ahead.kind, Acceptance(RECENT))
-        first, later = own.rates(self._of_all(ahead.kind).rates(), OF_POOL)
+        others = self.believed.get(ahead.kind, UNKNOWN) if _alone(request) else self._of_all(ahead.kind).rates()
+        first, later = own.rates(others, OF_POOL)
         return [first * later**i for i in range(min(request.k, MAX_DRAFT))]
 
     def _allot(
@@ -262,6 +282,11 @@ class Adaptive:
         if (k, sequences) not in self._by_k:
             self._by_k[k, sequences] = self.costs.draft(k, sequences)
         return self._by_k[k, sequences]
+
+
+def _alone(request: Request) -> bool:
+    params = request.sampler.params
+    return params.seed is not None and params.temperature > 0
 
 
 class Everything(Adaptive):

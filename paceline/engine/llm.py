@@ -65,7 +65,8 @@ class LLM:
     draft_tokens: K, how many tokens a round drafts; 0 is plain decoding. "auto" chooses K for every sequence and round
         by what a round costs on this machine and what the sequence kept of its drafts so far, 0 included. The costs are
         those that `paceline tune` measured, or are measured before the first draft (a few seconds) and kept in the
-        cache folder. Greedy and coupled texts are the same whatever K; other seeded texts repeat with the same K. A
+        cache folder. Greedy and coupled texts are the same whatever K. Other texts with a seed repeat, whatever runs
+        beside them, as long as the measured costs are the same; with a K of your choice also on another machine. A
         function that makes a `Control` for a proposer chooses in a way of one's own.
     draft_p_min: a draft model ends its draft before a token with which the chance that all of it is kept, as far as the
         draft can tell, would fall below this; 0 always drafts `draft_tokens`.
@@ -256,7 +257,8 @@ class LLM:
         if not isinstance(proposer, NoProposer):
             k = self.draft_tokens
             if k == "auto":
-                control = Adaptive(proposer, self.profile().costs, self._pool)
+                profile = self.profile()
+                control = Adaptive(proposer, profile.costs, self._pool, profile.acceptance)
             else:
                 control = k if isinstance(k, int) else k(proposer)
         return Batch(self.target, proposer, draft_tokens=control, slots=slots, capacity=capacity)

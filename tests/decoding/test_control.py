@@ -264,6 +264,25 @@ def test_texts_are_those_of_plain_decoding_where_they_must_be(verify: str, tempe
         assert found == [ids(s) for s in decode(target, jobs, draft=None, verify=verify)]
 
 
+@pytest.mark.parametrize("verify", ["token", "block"])
+def test_a_request_with_a_seed_gives_the_same_text_alone_and_beside_others(verify: str) -> None:
+    target = TableModel(Table(5, 2, seed=3, one_hot=0.5))
+    seen = pool({"ngram 1": (0.9, 0.9)})
+    jobs = [
+        Job(prompt=(0, 1, 2, 0, 1), params=SamplingParams(max_tokens=24 + n, seed=n if n < 2 else None))
+        for n in range(5)
+    ]
+
+    def run(some: Sequence[Job], slots: int) -> list[list[int]]:
+        proposer = NgramProposer(target.vocab_size, shortest=1)
+        adaptive = Adaptive(proposer, costs(0.1), seen, {"ngram 2": (0.7, 0.7)})
+        return [ids(s) for s in decode(target, some, draft=proposer, k=adaptive, verify=verify, slots=slots)]
+
+    alone = [run([job], 1)[0] for job in jobs[:2]]
+    assert run(jobs, 5)[:2] == alone
+    assert run(jobs[::-1], 2)[::-1][:2] == alone
+
+
 def test_a_batch_takes_a_number_or_a_control() -> None:
     target = TableModel(Table(5, 2, seed=3))
     batch = Batch(target, NgramProposer(5), draft_tokens=3, slots=1, capacity=20)
