@@ -82,7 +82,7 @@ def _audit(
 
 def _told(model: ModelOptions) -> dict[str, object]:
     """What the options say of the pair, format and device; K and the rule are known anyway."""
-    told = {name: value for name, value in asdict(model).items() if name not in ("draft_tokens", "verify")}
+    told = {name: value for name, value in asdict(model).items() if name not in ("draft_tokens", "verify", "device")}
     return {"target": told.pop("model"), **told}
 
 

@@ -170,6 +170,7 @@ def _estimates(
     axes.set_yticks(range(len(shown)), [name for name, _ in reversed(shown)])
     axes.set_ylim(-0.7, len(shown) - 0.3)
     axes.set_title(title)
+    axes.locator_params(axis="x", nbins=5)
     axes.set_xlabel(label)
 
 
