@@ -65,7 +65,7 @@ def audit(
 
     prompts: texts as the model is to continue them, or token ids; a small set of our own if None, as chats where the
         model has a template.
-    size: how many contexts and rounds; the default takes about two minutes with a small model.
+    size: how many contexts and rounds; the default takes some minutes with a small model.
     seed: of everything that is drawn; the same seed gives the same certificate.
     out: a folder for certificate.html, certificate.json and the steps done so far, from which the same call goes on.
     subject: what to say of the pair beside what is known here, such as names.
