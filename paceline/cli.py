@@ -1,4 +1,4 @@
-"""The command line: `paceline generate`, `chat`, `train`, `export`, `audit`, `pull` and `info`.
+"""The command line: `paceline generate`, `chat`, `tune`, `train`, `export`, `audit`, `bench`, `pull` and `info`.
 
 Turns arguments into calls of the package and errors into one line; `terminal` shows. Imports nothing heavy: a command
 brings in what it needs when it runs, so that `paceline --help` answers at once.
@@ -222,6 +222,7 @@ def tune(
     What is kept belongs to this model, draft, format, device and number of threads; "-k auto" then chooses by it.
     """
     from paceline.evaluation.prompts import PROMPTS
+    from paceline.evaluation.tune import choice
     from paceline.evaluation.tune import tune as measured
     from paceline.terminal import advice_table, note, tracked
 
@@ -234,13 +235,17 @@ def tune(
     asked = [
         llm.tokenizer.encode_chat([_message("user", text)]) if chat else llm.tokenizer.encode(text) for text in texts
     ]
+    found = []
     with tracked() as track:
         for advice in measured(llm, draft or ["ngram"], asked, params, batches=batch or [1, 2, 4, 8], track=track):
+            found.append(advice)
             if as_json:
                 print(json.dumps(advice.record()), flush=True)
             else:
                 advice_table(advice)
     if not as_json:
+        if len(found) > 1:
+            typer.echo(choice(found))
         note("generate and chat use what was measured wherever K is auto")
 
 

@@ -292,11 +292,6 @@ def _alone(request: Request) -> bool:
 class Everything(Adaptive):
     """As many tokens as a round drafts at most, whatever it costs: for finding out what is accepted."""
 
-    def _allot(
-        self,
-        gains: list[list[float]],
-        prospects: Sequence[Prospect | None],
-        context: float,
-        shares: Sequence[int],
-    ) -> list[int]:
-        return [len(of_one) for of_one in gains]
+    def choose(self, requests: Sequence[Request]) -> list[int]:
+        super().choose(requests)  # which notes the kind of each draft
+        return [min(request.k, MAX_DRAFT) for request in requests]

@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.checkpoints.resolve import cache_folder
 from paceline.decoding import sequence as decoding
-from paceline.decoding.control import MAX_DRAFT, Costs, between
+from paceline.decoding.control import MAX_DRAFT, Costs, Fixed, between
 from paceline.decoding.round import Batch
 from paceline.models.interface import LanguageModel
 from paceline.proposers.base import Proposer, Request
@@ -101,22 +101,6 @@ class _Wrong:
         pass
 
 
-class _Given:
-    """A control that is told K from outside."""
-
-    def __init__(self) -> None:
-        self.k = 0
-
-    def begin(self, slot: int) -> None:
-        pass
-
-    def choose(self, requests: Sequence[Request]) -> list[int]:
-        return [min(self.k, request.k) for request in requests]
-
-    def learn(self, slot: int, drafted: int, accepted: int) -> None:
-        pass
-
-
 class _NoText:
     def push(self, token: int) -> str:
         return ""
@@ -194,7 +178,6 @@ class _Rounds:
     def __init__(self, sequences: int, context: int, ks: Sequence[int]) -> None:
         self.sequences, self.context, self.ks = sequences, context, ks
         self.timed = {k: _Timed() for k in ks}
-        self._control = _Given()
 
     @property
     def mean_context(self) -> float:
@@ -211,7 +194,7 @@ class _Rounds:
         self._begin = lambda: self.begin(target, new_proposer)
         capacity = min(target.context - 1, self.context + TIMES * (MAX_DRAFT + 1))
         proposer = new_proposer(self.sequences, capacity)
-        self._batch = Batch(target, proposer, draft_tokens=self._control, slots=self.sequences, capacity=capacity)
+        self._batch = Batch(target, proposer, draft_tokens=0, slots=self.sequences, capacity=capacity)
         random = np.random.default_rng(0)
         for _ in range(self.sequences):
             prompt = random.integers(0, target.vocab_size, self.context).tolist()
@@ -231,7 +214,7 @@ class _Rounds:
             running = self._batch.running
             if len(running) < self.sequences or any(s.limit - len(s.tokens) - 1 < k for s in running):
                 self._begin()  # they have grown to where the context ends
-            stats, timed, self._control.k = self._batch.running[0].stats, self.timed[k], k
+            stats, timed, self._batch.control = self._batch.running[0].stats, self.timed[k], Fixed(k)
             draft_s, decode_s = stats.draft_s, stats.decode_s
             self._batch.round()
             draft_s = stats.draft_s - draft_s

@@ -212,6 +212,16 @@ def words(advice: Advice) -> list[str]:
     return said
 
 
+def choice(of: Sequence[Advice]) -> str:
+    """Which of several drafts to take, by what was measured."""
+    best = max(of, key=lambda advice: advice.measured.value)
+    if best.pays:
+        return f"Of these, take {best.draft}: {_figure(best.measured)} times plain decoding."
+    return (
+        f"Of these, none was shown to pay; {best.draft} came out best, {_figure(best.measured)} times plain decoding."
+    )
+
+
 def _verdict(of: Estimate) -> str:
     if of.low > 1:
         return "it pays"

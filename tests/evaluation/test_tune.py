@@ -17,7 +17,7 @@ from paceline.decoding.stats import Stats
 from paceline.engine.llm import LLM
 from paceline.engine.profile import Profile
 from paceline.evaluation.intervals import Estimate
-from paceline.evaluation.tune import Accepted, Advice, predicted, tune, words
+from paceline.evaluation.tune import Accepted, Advice, choice, predicted, tune, words
 from paceline.sampling.params import SamplingParams
 from tests import tiny
 
@@ -80,6 +80,13 @@ def test_what_is_said_of_what_was_measured(measured: Estimate, verdict: str, pay
     json.dumps(found.record(), allow_nan=False)
     assert "A round drafts in 50% of the cases" in words(found)[1]
     assert "accepted in 80%, the fourth in 20%" in words(found)[1]
+
+
+def test_one_of_several_drafts_is_named() -> None:
+    slow, fast = advice(Estimate(1.1, 1.05, 1.2)), replace(advice(Estimate(1.4, 1.3, 1.5)), draft="e")
+    assert choice([slow, fast]) == "Of these, take e: 1.40 (1.30 to 1.50) times plain decoding."
+    unsure = replace(fast, measured=Estimate(1.4, 0.9, 1.5))
+    assert choice([unsure, slow]).startswith("Of these, none was shown to pay; e came out best")
 
 
 def test_batches_are_said_up_to_where_it_pays() -> None:
