@@ -34,6 +34,8 @@ def audit(
     """The exit code. Raises ValueError for what cannot be audited."""
     if target is not None:
         model = replace(model, model=target)
+    if model.draft == "none" and size.server is None:
+        raise ValueError("there is no draft to audit: leave out --draft none")
     if model.k == "auto":
         model = replace(model, draft_tokens=str(DRAFT_TOKENS))
     seed = sampling.seed or 0

@@ -5,7 +5,8 @@ Arguments in, calls of `evaluation` out. Imports nothing heavy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -74,8 +75,9 @@ def sweep(
     # A number, so that no costs are measured for choosing K by.
     llm, record = replace(model, draft_tokens=str(most)).load(), _record(model)
     record.pop("draft_tokens")
-    for line in command.run_sweep(files, out, llm, record, most=most, tokens=tokens, limit=limit, seed=seed):
-        typer.echo(line)
+    with _telling(out):
+        for line in command.run_sweep(files, out, llm, record, most=most, tokens=tokens, limit=limit, seed=seed):
+            typer.echo(line)
 
 
 def report(
@@ -105,10 +107,23 @@ def _task(name: str, about: str) -> Callable[..., None]:
         from paceline.terminal import note
 
         llm = _load(model, batch)
-        typer.echo(command.run(name, data, out, llm, _record(model), limit=limit, n=n, seed=seed, say=note))
+        with _telling(out):
+            typer.echo(command.run(name, data, out, llm, _record(model), limit=limit, n=n, seed=seed, say=note))
 
     run.__doc__ = f"{about}\n\nCtrl-C keeps what is done, and the same command goes on."
     return run
+
+
+@contextmanager
+def _telling(out: Path) -> Iterator[None]:
+    """Says after Ctrl-C what is kept."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from paceline.terminal import note
+
+        note(f"interrupted: {out} keeps what is done, and the same command goes on")
+        raise
 
 
 def _load(model: ModelOptions, batch: int) -> Any:

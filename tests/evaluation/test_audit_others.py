@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,12 @@ def test_other_engines_are_asked_for_temperature_and_filters_alone(tmp_path: Pat
     ):
         with pytest.raises(ValueError, match=match):
             audit_other("transformers", "t", "d", 3, params, None, SIZE, seed=0, out=tmp_path, say=lambda text: None)
+
+
+@pytest.mark.skipif(find_spec("openvino_genai") is not None, reason="it is installed")
+def test_an_engine_that_is_not_installed_is_named_with_the_cure(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pip install openvino-genai"):
+        audit_other("openvino", "t", "d", 3, SamplingParams(), None, SIZE, seed=0, out=tmp_path, say=lambda text: None)
 
 
 class Server(BaseHTTPRequestHandler):

@@ -133,6 +133,7 @@ def test_a_process_that_is_stopped_loses_nothing_and_goes_on(
     assert process.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL), stderr.decode()
     assert stdout == b""
     assert b"Traceback" not in stderr
+    assert (b"keeps what is done, and the same command goes on" in stderr) == (how == signal.SIGINT)
     kept = results.read_bytes()
     assert 0 < kept.count(b"\n") < 6, "stopped in the middle"
     run(*asked)

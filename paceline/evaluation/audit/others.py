@@ -108,8 +108,11 @@ class OpenVINO:
     name = "openvino"
 
     def __init__(self, target: str, draft: str, params: SamplingParams, draft_tokens: int) -> None:
-        import openvino
-        import openvino_genai as genai
+        try:
+            import openvino
+            import openvino_genai as genai
+        except ImportError as error:
+            raise ValueError(f"auditing OpenVINO needs its packages: pip install openvino-genai ({error})") from error
 
         self._genai, core = genai, openvino.Core()
         self._exact = [
