@@ -69,6 +69,18 @@ def test_an_engine_is_held_against_its_own_target(fault: str, verdict: str) -> N
     assert all(control.caught for control in certificate.controls)
 
 
+def test_other_prompts_are_another_audit(tmp_path: Path) -> None:
+    def run(prompt: str) -> None:
+        audit_engine(
+            Fake(""), SamplingParams(), [prompt], SIZE, seed=0, out=tmp_path, say=lambda text: None, subject={}
+        )
+
+    run("abcdef")
+    run("abcdef")
+    with pytest.raises(ValueError, match="holds an audit with another setting"):
+        run("fedcba")
+
+
 def test_the_assisted_generation_of_transformers(folders: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
     size = Size(contexts=8, rounds=25, ahead=2)
     certificate = audit_other(

@@ -270,7 +270,8 @@ def audit_engine(
     `size.rounds` samples of `size.ahead` tokens each from `size.contexts` contexts.
     """
     told = {"engine": engine.name, **subject, "params": asdict(params)}
-    journal = Journal(None if out is None else out / "steps.jsonl", {**told, "size": asdict(size), "seed": seed})
+    asked = {**told, "prompts": list(prompts or PROMPTS), "size": asdict(size), "seed": seed}
+    journal = Journal(None if out is None else out / "steps.jsonl", asked)
     contexts = journal.once("contexts", lambda: _contexts(engine, prompts or PROMPTS, size.contexts, seed))
     sampled = Sampled(engine, params, contexts, size)
 

@@ -116,7 +116,8 @@ def audit_server(
         )
     texts = list(prompts or PROMPTS)[: size.contexts]
     told = {"server": server, "model": model, "top": TOP}
-    journal = Journal(None if out is None else out / "steps.jsonl", {**told, "size": asdict(size), "seed": seed})
+    asked = {**told, "prompts": texts, "size": asdict(size), "seed": seed}
+    journal = Journal(None if out is None else out / "steps.jsonl", asked)
     body = {"model": model, "max_tokens": size.ahead, "temperature": 1, "top_p": 1, "logprobs": TOP}
 
     def ask(index: int) -> Any:
