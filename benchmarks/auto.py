@@ -5,7 +5,8 @@
 A draft is named as for `paceline generate`; "random" is a model of the target's sizes with one layer of random weights,
 which is never right. Every prompt runs with every K, in an order drawn anew for each, so that the machine's drift, and
 what one run leaves to the next, fall on all alike. A speed is tokens by seconds of decoding; intervals are bootstraps
-over prompts. Ends in one JSON line.
+over prompts. The best fixed K is chosen for each prompt by all others: chosen by the seconds it is then held against,
+the luckiest K would win. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -87,12 +88,14 @@ def main(
 
 def compare(runs: dict[Any, list[Stats]], console: Console, title: str) -> dict[str, Any]:
     seconds = {side: [s.decode_s for s in stats] for side, stats in runs.items()}
-    speed = {side: sum(seconds[0]) / sum(of_side) for side, of_side in seconds.items()}
-    best = max((side for side in runs if side != "auto"), key=lambda side: speed[side])
+    fixed = [side for side in runs if side != "auto"]
+    others = {side: sum(seconds[side]) - np.array(seconds[side]) for side in fixed}
+    best = [min(fixed, key=lambda side: others[side][n]) for n in range(len(seconds[0]))]
+    best_s = [seconds[side][n] for n, side in enumerate(best)]
     ratio: Callable[..., Any] = np.divide
     against = {
         "times_plain": bootstrap(ratio, seconds[0], seconds["auto"]),
-        "times_best": bootstrap(ratio, seconds[best], seconds["auto"]),
+        "times_best": bootstrap(ratio, best_s, seconds["auto"]),
     }
     table = Table("K", "times plain (95%)", "tokens a round", "drafted", "accepted", title=title)
     for side, stats in runs.items():
@@ -111,8 +114,8 @@ def compare(runs: dict[Any, list[Stats]], console: Console, title: str) -> dict[
         assert of
         console.print(f"auto {name.replace('_', ' ')}: {of.value:.3f} ({of.low:.3f} to {of.high:.3f})")
     return {
-        "speed": {str(side): value for side, value in speed.items()},
-        "best": best,
+        "speed": {str(side): sum(seconds[0]) / sum(of_side) for side, of_side in seconds.items()},
+        "best": {str(side): best.count(side) for side in fixed if side in best},
         **{name: vars(of) for name, of in against.items() if of},
     }
 
