@@ -39,7 +39,7 @@ def audit(
     if model.k == "auto":
         model = replace(model, draft_tokens=str(DRAFT_TOKENS))
     seed = sampling.seed or 0
-    extent = Size(contexts=size.contexts, rounds=size.rounds, alarm=size.alarm, slots=size.batch)
+    extent = Size(contexts=size.contexts, trials=size.trials, alarm=size.alarm, slots=size.batch)
     say = terminal.note
     try:
         certificate = _audit(texts, chat, out, extent, seed, say, size=size, model=model, sampling=sampling)

@@ -242,8 +242,8 @@ class TrainingOptions:
 class AuditOptions:
     """How much an audit looks at, and whose engine."""
 
-    contexts: Annotated[int, _audit("Places in the model's own answers from which rounds are sampled.")] = 100
-    rounds: Annotated[int, _audit("Sampled rounds from each of them.")] = 40
+    contexts: Annotated[int, _audit("Places in the model's own answers from which tokens are sampled.")] = 100
+    trials: Annotated[int, _audit("From each of them: the first three tokens, by as many rounds as they take.")] = 40
     alarm: Annotated[float, _audit("Probability that an exact engine fails the statistics.")] = 1e-3
     batch: Annotated[int, _audit("Contexts in a batch.")] = 16
     engine: Annotated[

@@ -62,20 +62,30 @@ def run(
 def measured(
     task: Task, out: Path, llm: LLM, settings: Mapping[str, Any], *, limit: int | None, seed: int, left_out: int = 0
 ) -> str:
-    """Measure, score and write the tables of this task."""
+    """Measure, score and write the tables of this task; after Ctrl-C those of what is done."""
     _check_scoring(task)
     n = max(setting.params.n for setting in task.settings)
     asked = {"task": task.name, "limit": limit, "left_out": left_out, "n": n, "seed": seed, **settings}
     folder = RunFolder(out, asked | {"prompts": bench.digest(task, llm), "notes": list(llm.notes)})
-    bench.measure(llm, task, folder, seed=seed, track=track)
-    bench.score(task, folder, track=track)
+    try:
+        bench.measure(llm, task, folder, seed=seed, track=track)
+        bench.score(task, folder, track=track)
+    except KeyboardInterrupt:
+        if folder.read(bench.RESULTS):
+            _tables(task, folder, seed)
+        raise
+    return _tables(task, folder, seed)
+
+
+def _tables(task: Task, folder: RunFolder, seed: int) -> str:
+    """Of what is in the folder."""
     results = folder.read(bench.RESULTS)
     summary = summarise(task, results, folder.read(bench.SCORES), seed=seed)
     table = markdown(summary, folder.run)
-    write_json(out / "results.json", summary | {"run": folder.run})
-    (out / "table.md").write_text(table)
+    write_json(folder.folder / "results.json", summary | {"run": folder.run})
+    (folder.folder / "table.md").write_text(table)
     if task.name == "spec-bench":
-        answers.write(task, results, folder.run, out)
+        answers.write(task, results, folder.run, folder.folder)
     return table
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-VERSIONS = ("paceline", "torch", "numpy", "transformers", "tokenizers")
+VERSIONS = ("paceline", "torch", "numpy", "transformers", "tokenizers", "openvino-genai")
 
 
 class RunFolder:

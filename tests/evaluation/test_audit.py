@@ -24,7 +24,7 @@ from tests import tiny
 
 PARAMS = SamplingParams(temperature=0.6, top_p=0.95, ignore_eos=True)
 PROMPTS = ["The quick brown fox", "def add(a", "Speculative sampling", "one two three one two"]
-SMALL = Size(contexts=16, rounds=30, slots=16, replay_tokens=16, batch_sizes=(1, 3))
+SMALL = Size(contexts=16, trials=30, slots=16, replay_tokens=16, batch_sizes=(1, 3))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_the_other_rules_are_exact(folders: tuple[str, str], verify: str) -> Non
 def test_a_faulty_engine_is_not_exact(folders: tuple[str, str]) -> None:
     llm = engine(folders)
     prompts = [llm.tokenizer.encode(text) for text in PROMPTS]
-    size = replace(SMALL, contexts=8, rounds=20)
+    size = replace(SMALL, contexts=8, trials=20)
     for fault, levels in ((RESIDUAL_P, {1}), (ACCEPT_EVERYTHING, {1, 3}), (RAW_Q, {1}), (OFF_BY_ONE, {1, 3})):
         run = _Run(fault.make(_subject(llm, PARAMS)), prompts, size, 0, None, lambda text: None, {})
         first, sample = run._rounds(run._contexts().contexts)
@@ -148,7 +148,7 @@ def test_an_audit_goes_on_where_it_was_interrupted(folders: tuple[str, str], tmp
         if text.startswith("8 of"):
             raise Stop
 
-    llm, size = engine(folders), replace(SMALL, contexts=8, rounds=4, slots=4)
+    llm, size = engine(folders), replace(SMALL, contexts=8, trials=4, slots=4)
     with pytest.raises(Stop):
         audit(llm, PARAMS, PROMPTS, size=size, out=tmp_path, say=stop)
     steps = tmp_path / "steps.jsonl"
@@ -377,7 +377,7 @@ def test_the_command(folders: tuple[str, str], tmp_path: Path) -> None:
         "--threads",
         "1",
     ]
-    asked += ["--contexts", "16", "--rounds", "10", "--verify", "coupled", "--ignore-eos", "--out", str(tmp_path / "c")]
+    asked += ["--contexts", "16", "--trials", "10", "--verify", "coupled", "--ignore-eos", "--out", str(tmp_path / "c")]
     done = CliRunner().invoke(app, asked)
     assert done.exit_code == 0, done.output
     assert "verdict: exact" in done.output
@@ -388,7 +388,7 @@ def test_the_command(folders: tuple[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "match"),
-    [({"contexts": 0}, "contexts is 0"), ({"rounds": 1}, "rounds is 1"), ({"alarm": 0.7}, "alarm is 0.7")],
+    [({"contexts": 0}, "contexts is 0"), ({"trials": 1}, "trials is 1"), ({"alarm": 0.7}, "alarm is 0.7")],
 )
 def test_sizes_are_checked(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):

@@ -22,7 +22,7 @@ from paceline.evaluation.audit.server import audit_server, complete
 from tests.evaluation.test_audit import PROMPTS, folders  # noqa: F401
 from tests.fakes import Table
 
-SIZE = Size(contexts=24, rounds=60, ahead=2)
+SIZE = Size(contexts=24, trials=60, ahead=2)
 
 
 class Fake:
@@ -82,7 +82,7 @@ def test_other_prompts_are_another_audit(tmp_path: Path) -> None:
 
 
 def test_the_assisted_generation_of_transformers(folders: tuple[str, str], tmp_path: Path) -> None:  # noqa: F811
-    size = Size(contexts=8, rounds=25, ahead=2)
+    size = Size(contexts=8, trials=25, ahead=2)
     certificate = audit_other(
         "transformers",
         *folders,
@@ -122,6 +122,9 @@ class Server(BaseHTTPRequestHandler):
     table = Table(8, 2, 3)
 
     def do_POST(self) -> None:
+        if self.headers["Authorization"] == "Bearer wrong":
+            self._answer("no such key", 401)
+            return
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         rng = np.random.default_rng(asked["seed"])
         tokens = [ord(c) % 8 for c in asked["prompt"]]
@@ -137,9 +140,9 @@ class Server(BaseHTTPRequestHandler):
         choice = {"text": "", "logprobs": {"tokens": names, "token_logprobs": own, "top_logprobs": top}}
         self._answer({"choices": [choice if asked["model"] != "silent" else {"text": "", "logprobs": None}]})
 
-    def _answer(self, body: Any) -> None:
+    def _answer(self, body: Any, code: int = 200) -> None:
         data = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(code)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -166,11 +169,22 @@ def test_a_server_is_held_against_its_own_word(address: tuple[str, float]) -> No
     url, bias = address
     texts = [f"prompt {chr(97 + n)}{chr(100 + 3 * n % 8)}" for n in range(12)]
     certificate = audit_server(
-        url, "m", SamplingParams(), texts, replace(SIZE, rounds=60), seed=0, out=None, say=lambda text: None
+        url, "m", SamplingParams(), texts, replace(SIZE, trials=60), seed=0, out=None, say=lambda text: None
     )
     assert certificate.verdict == ("not exact" if bias else "exact")
     assert certificate.controls[0].caught
     assert "not that these are the target's" in certificate.levels[0].covers
+
+
+def test_the_key_of_a_server_comes_from_the_environment(
+    address: tuple[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "wrong")
+    body = {"model": "m", "prompt": "a", "max_tokens": 1, "n": 1, "logprobs": 5, "seed": 0}
+    with pytest.raises(ValueError, match=r"answered 401: \"no such key\""):
+        complete(address[0], body)
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    assert complete(address[0], body)
 
 
 def test_a_server_without_log_probabilities_is_told_of(address: tuple[str, float]) -> None:

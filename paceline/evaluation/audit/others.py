@@ -19,9 +19,10 @@ import torch
 
 from paceline.evaluation.audit import statistics
 from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level
-from paceline.evaluation.audit.run import Say, Size, setting
+from paceline.evaluation.audit.run import Say, Size
 from paceline.evaluation.audit.statistics import Cells, Sample, share
 from paceline.evaluation.prompts import PROMPTS
+from paceline.evaluation.record import circumstances
 from paceline.sampling.distribution import Distribution, distributions
 from paceline.sampling.params import SamplingParams
 
@@ -224,7 +225,7 @@ class Sampled:
 
     def run(self, index: int, *, draft: bool, seed: int) -> Sample:
         samples = self.engine.sample(
-            self.contexts[index], self.size.rounds, self.size.ahead, draft=draft, seed=seed + 1000 * index
+            self.contexts[index], self.size.trials, self.size.ahead, draft=draft, seed=seed + 1000 * index
         )
         return self.of(index, samples)
 
@@ -237,7 +238,7 @@ class Sampled:
             kept = np.minimum(p, q)
             law = kept + (1 - kept.sum()) * p
         rng = np.random.default_rng([seed, index])
-        return self.of(index, [[int(t)] for t in rng.choice(len(law), self.size.rounds, p=law / law.sum())])
+        return self.of(index, [[int(t)] for t in rng.choice(len(law), self.size.trials, p=law / law.sum())])
 
 
 def _contexts(engine: Engine, prompts: Sequence[str], count: int, seed: int) -> list[list[int]]:
@@ -267,7 +268,7 @@ def audit_engine(
 ) -> Certificate:
     """Plain sampling, sampling with the draft, and the controls, on the same contexts.
 
-    `size.rounds` samples of `size.ahead` tokens each from `size.contexts` contexts.
+    `size.trials` samples of `size.ahead` tokens each from `size.contexts` contexts.
     """
     told = {"engine": engine.name, **subject, "params": asdict(params)}
     asked = {**told, "prompts": list(prompts or PROMPTS), "size": asdict(size), "seed": seed}
@@ -318,7 +319,7 @@ def audit_engine(
         levels=[_level(assisted, plain)] if plain.exact else [],
         controls=controls,
         doubts=doubts,
-        setting=setting() | {"seed": seed, "size": asdict(size), "contexts": len(contexts)},
+        setting=circumstances() | {"seed": seed, "size": asdict(size), "contexts": len(contexts)},
         notes=[
             "Another engine: only what it samples can be seen, so there is no identity and no replay. Faults that need "
             "a look inside (raw q, shared noise) are seen where they move enough probability."

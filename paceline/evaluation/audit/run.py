@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import platform
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from paceline.engine.llm import LLM
-from paceline.evaluation.audit import identity, replay, statistics
-from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level, jsonable
+from paceline.evaluation.audit import identity, levels, replay, statistics
+from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level
 from paceline.evaluation.audit.faults import FAULTS, PENALTIES, Fault, Pair, penalising, why_not
 from paceline.evaluation.audit.statistics import Cells, Sample, share
 from paceline.evaluation.audit.subject import DECIDES, Subject
 from paceline.evaluation.audit.trials import Bench, Context, Exact, Found, Outcome, find_contexts
 from paceline.evaluation.prompts import PROMPTS
+from paceline.evaluation.record import circumstances
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.params import SamplingParams
 
@@ -33,8 +28,8 @@ class Size:
     """How much an audit looks at."""
 
     contexts: int = 100
-    rounds: int = 40
-    """Sampled rounds from each context, each carried on until it has given `ahead` tokens."""
+    trials: int = 40
+    """From each context, each of as many sampled rounds as it takes to give `ahead` tokens."""
     ahead: int = 3
     alarm: float = 1e-3
     """Probability that level 3 fails an engine that is exact."""
@@ -43,7 +38,7 @@ class Size:
     batch_sizes: tuple[int, ...] = (1, 4, 16)
 
     def __post_init__(self) -> None:
-        for name, least in (("contexts", 1), ("rounds", 2), ("ahead", 1), ("slots", 1), ("replay_tokens", 1)):
+        for name, least in (("contexts", 1), ("trials", 2), ("ahead", 1), ("slots", 1), ("replay_tokens", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}, it must be at least {least}")
         if not 0 < self.alarm < 0.5:
@@ -65,7 +60,7 @@ def audit(
 
     prompts: texts as the model is to continue them, or token ids; a small set of our own if None, as chats where the
         model has a template.
-    size: how many contexts and rounds; the default takes some minutes with a small model.
+    size: how many contexts and trials; the default takes some minutes with a small model.
     seed: of everything that is drawn; the same seed gives the same certificate.
     out: a folder for certificate.html, certificate.json and the steps done so far, from which the same call goes on.
     subject: what to say of the pair beside what is known here, such as names.
@@ -171,17 +166,17 @@ class _Run:
         found = self._contexts()
         noise = replay.Noise(**self.journal.once("noise", lambda: replay.measure_noise(self.subject, found.contexts)))
         self.say(f"rows of one position differ by {noise.variation:.1e} between passes")
-        levels, controls, doubts = [], list[Control](), list[str]()
+        found_levels, controls, doubts = list[Level](), list[Control](), list[str]()
         if found.contexts:
             first, sample = self._rounds(found.contexts)
             pair = Pair(self.subject, chance=first.by_chance > 0)
-            levels.append(_identity_level(first, noise, self.subject))
+            found_levels.append(levels.identity(first, noise, self.subject))
         replayed = self._replay(noise)
-        levels.append(_replay_level(replayed, noise, self.subject))
+        found_levels.append(levels.replay(replayed, noise, self.subject))
         if found.contexts:
             slack = 10 * noise.variation
             tested = statistics.examine(sample, alarm=size.alarm, seed=self.seed, slack=slack)
-            levels.append(_statistics_level(tested, first, found))
+            found_levels.append(levels.statistics(tested, first, found, sample.rounds))
             for fault in FAULTS:
                 controls += self._controls(fault, pair, found.contexts, noise)
         else:
@@ -191,10 +186,10 @@ class _Run:
             )
         return Certificate(
             subject=about,
-            levels=levels,
+            levels=found_levels,
             controls=sorted(controls, key=lambda c: c.level),
             doubts=doubts,
-            setting=setting() | {"seed": self.seed, "size": asdict(size), "prompts": len(self.prompts)},
+            setting=circumstances() | {"seed": self.seed, "size": asdict(size), "prompts": len(self.prompts)},
         )
 
     def _contexts(self) -> Found:
@@ -236,7 +231,7 @@ class _Run:
             whole.extend(identity.Identity(**done["identity"]))
             sample.extend(Sample.load(done["sample"]))
             looked += len(group)
-            self.say(f"{looked} of {len(contexts)} contexts, {sample.trials} rounds sampled")
+            self.say(f"{looked} of {len(contexts)} contexts, {sample.rounds} rounds sampled")
         return whole, sample
 
     def _at(
@@ -261,8 +256,8 @@ class _Run:
 
     def _sampled(self, bench: Bench, exact: Exact, number: int) -> Sample:
         """Trials of every context of the bench, each with numbers of its own, held against plain decoding."""
-        outcomes = []
-        for sample in range(1, self.size.rounds + 1):
+        outcomes, rounds = [], bench.rounds
+        for sample in range(1, self.size.trials + 1):
             samplers = [
                 bench.subject.new_sampler(len(context.prompt), self._seed(number) + i, sample)
                 for i, context in enumerate(bench.contexts)
@@ -270,7 +265,7 @@ class _Run:
             outcomes.append(bench.run(samplers))
         sorted_out = [_sorted_out([trial[i] for trial in outcomes]) for i in range(len(bench.contexts))]
         exact.learn([[prefix for prefix, _ in groups] for groups, _ in sorted_out])
-        sampled = Sample(self.size.ahead)
+        sampled = Sample(self.size.ahead, rounds=bench.rounds - rounds)
         for i, (groups, q_of) in enumerate(sorted_out):
             for (prefix, seen), tokens in groups.items():
                 sampled.add(share(exact.p(i, prefix)), share(q_of[prefix]) if seen else None, prefix, tokens)
@@ -340,7 +335,7 @@ class _Run:
     ) -> tuple[bool, str]:
         bench, exact = self._at(faulty, right, self._groups(contexts)[0], contexts)
         found = identity.examine(bench, exact, faulty.decide if right.decide else None, seed=self._seed(0))
-        return not found.exact(noise.variation), identity_summary(found)
+        return not found.exact(noise.variation), levels.identity_summary(found)
 
     def _before_replay(
         self, faulty: Subject, right: Subject, contexts: Sequence[Context], noise: replay.Noise
@@ -375,7 +370,7 @@ class _Run:
             if not tested.exact:
                 break
         assert tested is not None
-        return not tested.exact, f"p = {tested.worst_p_value:.1e} after {tested.trials} rounds"
+        return not tested.exact, f"p = {tested.worst_p_value:.1e} after {tested.trials} trials"
 
 
 def _sorted_out(
@@ -394,140 +389,3 @@ def _sorted_out(
             groups.setdefault((tokens[:t], tokens[:t] in q_of), []).append(token)
         q_of = outcome.q_of | q_of
     return groups, q_of
-
-
-def identity_summary(found: identity.Identity) -> str:
-    parts = [f"rows differ by {max(found.rows, default=0.0):.1e} at most"]
-    if found.proposals:
-        parts.append(f"q by {max(found.proposals):.1e}")
-    if found.recombined:
-        parts.append(f"what recombines by {max(found.recombined):.1e}")
-    return ", ".join(parts) + f", {found.reused} random numbers used twice"
-
-
-def _identity_level(found: identity.Identity, noise: replay.Noise, subject: Subject) -> Level:
-    covers = (
-        "One real round at each context. The rows that verification used are those of plain decoding; q is what tokens "
-        "were drawn from; no random number decides twice. Accept, residual and bonus recombine to p over every block "
-        f"of two drafted tokens, with real p and q cut to their {identity.CUT} most probable tokens each: whole blocks "
-        "over the whole vocabulary cannot be enumerated."
-        if subject.decide
-        else "One real round at each context. The rows that verification used are those of plain decoding, and "
-        "proposals are what the draft's distribution gave. The coupled rule has no residual to recombine: that its "
-        "text is plain decoding's is level 2."
-    )
-    return Level(
-        number=1,
-        title="Identity",
-        covers=covers,
-        exact=found.exact(noise.variation),
-        summary=f"{len(found.rows)} contexts: {identity_summary(found)}",
-        figures={
-            "total variation (worst, mean)": {
-                name: [max(each, default=0.0), sum(each) / max(len(each), 1)]
-                for name, each in (
-                    ("rows", found.rows),
-                    ("proposals", found.proposals),
-                    ("recombined", found.recombined),
-                )
-            },
-            "limits": {
-                "rows": identity.ROUNDING + 4 * noise.variation,
-                "proposals": 0.0,
-                "recombined": identity.ROUNDING,
-            },
-            "random numbers used twice": found.reused,
-            "drafted tokens": found.drafted,
-            "of these by chance": found.by_chance,
-            "overlap of p and q, sum min(p, q)": sum(found.overlap) / max(len(found.overlap), 1),
-        },
-    )
-
-
-def _replay_level(found: replay.Replay, noise: replay.Noise, subject: Subject) -> Level:
-    how = "the parameters asked for" if subject.verify == "coupled" else "temperature 0"
-    near = len(found.flips) - found.errors
-    return Level(
-        number=2,
-        title="Replay",
-        covers=f"The same text as plain decoding, with {how}, for every prompt and batch size. "
-        "A flip is a near-tie only where its margin is within twice the measured noise of scores.",
-        exact=found.exact,
-        summary=f"{found.texts} texts, {found.tokens} tokens: {found.errors} differ, {near} near-ties",
-        figures={
-            "batch sizes": found.batch_sizes,
-            "noise of scores": noise.scores,
-            "noise of p, total variation": noise.variation,
-            "positions the noise was measured at": noise.positions,
-            "flips": [asdict(flip) for flip in found.flips[:100]],
-        },
-    )
-
-
-def _statistics_level(found: statistics.Statistics, first: identity.Identity, contexts: Found) -> Level:
-    overlap = sum(first.overlap) / max(len(first.overlap), 1)
-    return Level(
-        number=3,
-        title="Statistics",
-        covers="Tokens that the engine's own rounds sampled, against the exact p of plain decoding: the first, second "
-        "and third behind each context. A bias of the first token towards what the draft favours, of a total variation "
-        f"of {found.detectable:.2%} or more on average over these contexts, would have been seen with a probability of "
-        f"{statistics.POWER:.0%}. Biases that cancel out over contexts are seen only where they are large.",
-        exact=found.exact,
-        summary=f"{found.trials} sampled rounds from {len(first.rows)} contexts: p = {found.worst_p_value:.2g} "
-        f"corrected for {len(found.findings) + (found.fit is not None)} tests (fails below {found.alarm:g}), "
-        f"{found.impossible} impossible tokens",
-        figures={
-            "findings": [asdict(finding) for finding in found.findings],
-            "fit": None if found.fit is None else asdict(found.fit),
-            "contexts": len(first.rows),
-            "trials": found.trials,
-            "p-value": found.worst_p_value,
-            "detectable": found.detectable,
-            "overlap of p and q": overlap,
-            "places looked at": contexts.looked,
-            "places with a draft": contexts.drafted,
-        },
-    )
-
-
-def setting() -> dict[str, Any]:
-    """This command on this machine, for whoever wants to repeat it."""
-    packages = {}
-    for name in ("torch", "numpy", "transformers", "tokenizers", "openvino-genai"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return jsonable(
-        {
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "paceline": version("paceline"),
-            "commit": _commit(),
-            "python": platform.python_version(),
-            "packages": packages,
-            "machine": f"{platform.system()} {platform.machine()}, {_processor()}, {torch.get_num_threads()} threads",
-        }
-    )
-
-
-def _commit() -> str | None:
-    """Of the working copy this package lies in, if it lies in one."""
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(here), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or "unknown processor"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown processor"
-    )

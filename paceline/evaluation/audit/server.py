@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
@@ -23,9 +24,10 @@ import numpy as np
 
 from paceline.evaluation.audit import statistics
 from paceline.evaluation.audit.certificate import Certificate, Control, Journal, Level
-from paceline.evaluation.audit.run import Say, Size, setting
+from paceline.evaluation.audit.run import Say, Size
 from paceline.evaluation.audit.statistics import Cells, Sample
 from paceline.evaluation.prompts import PROMPTS
+from paceline.evaluation.record import circumstances
 from paceline.sampling.params import SamplingParams
 
 TOP = 5
@@ -33,6 +35,8 @@ TOP = 5
 LARGEST_ANSWER = 1 << 24
 """Bytes."""
 TIMEOUT_S = 120
+KEY = "OPENAI_API_KEY"
+"""The environment's variable for the server's key, as clients of this interface have it: options would be recorded."""
 TOO_OFTEN = 0.1
 """What the control adds to the most probable token."""
 
@@ -45,14 +49,17 @@ def complete(server: str, body: dict[str, Any]) -> list[list[tuple[str, Row]]]:
     url = f"{server.rstrip('/')}/completions"
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"{server!r} is no address of a server: write http://HOST:PORT/v1")
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    if key := os.environ.get(KEY):
+        headers["Authorization"] = f"Bearer {key}"
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             data = answer.read(LARGEST_ANSWER + 1)
     except urllib.error.HTTPError as error:
         raise ValueError(f"{url} answered {error.code}: {error.read(500).decode(errors='replace')}") from error
     if len(data) > LARGEST_ANSWER:
-        raise ValueError(f"{url} answered with more than {LARGEST_ANSWER} bytes: ask for fewer --rounds at a time")
+        raise ValueError(f"{url} answered with more than {LARGEST_ANSWER} bytes: ask for fewer --trials at a time")
     try:
         return [_choice(choice["logprobs"]) for choice in json.loads(data)["choices"]]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -104,7 +111,7 @@ def audit_server(
     out: Path | None,
     say: Say,
 ) -> Certificate:
-    """`size.rounds` completions of `size.ahead` tokens for each of up to `size.contexts` prompts, continued
+    """`size.trials` completions of `size.ahead` tokens for each of up to `size.contexts` prompts, continued
     as they are.
 
     Raises ValueError where the parameters are other than temperature 1 without filters, or the server has no
@@ -123,7 +130,7 @@ def audit_server(
     def ask(index: int) -> Any:
         return [
             complete(server, {**body, "prompt": texts[index], "n": 1, "seed": seed + 100_000 * index + number})[0]
-            for number in range(size.rounds)
+            for number in range(size.trials)
         ]
 
     def collect(change: Callable[[int, Any], Any] = lambda index, choices: choices) -> statistics.Statistics:
@@ -171,7 +178,7 @@ def audit_server(
         levels=[level],
         controls=[control],
         doubts=[],
-        setting=setting() | {"seed": seed, "size": asdict(size), "prompts": len(texts)},
+        setting=circumstances() | {"seed": seed, "size": asdict(size), "prompts": len(texts)},
         notes=["The server's own word is what it is held against: there is no identity and no replay."],
     )
     if out is not None:

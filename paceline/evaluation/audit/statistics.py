@@ -229,6 +229,8 @@ class Sample:
     """By "position/contrast"."""
     cells: list[Cells] = field(default_factory=list)
     trials: int = 0
+    rounds: int = 0
+    """That the trials took, where rounds were run."""
     impossible: int = 0
     """Tokens that p gives no probability."""
 
@@ -264,6 +266,7 @@ class Sample:
             mine.hits += counts.hits
         self.cells += other.cells
         self.trials += other.trials
+        self.rounds += other.rounds
         self.impossible += other.impossible
 
 

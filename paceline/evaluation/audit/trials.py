@@ -322,7 +322,7 @@ def find_contexts(
             if whole not in chosen and len(whole) + subject.draft_tokens + 8 < subject.target.context:
                 chosen[whole] = Context(whole[:length], whole[length:])
         say(f"{len(chosen)} contexts with a draft after {looked} rounds")
-        if len(chosen) >= 2 * count or subject.params.temperature == 0:  # then further answers are the same
+        if len(chosen) >= count or subject.params.temperature == 0:  # then further answers are the same
             break
     found = list(chosen.values())
     random.Random(seed).shuffle(found)
