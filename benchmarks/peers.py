@@ -64,6 +64,8 @@ def some_tokens(count: int) -> list[int]:
 
 
 class Paceline:
+    activations = "auto"
+
     def __init__(self, target: str, draft: str | None, threads: int) -> None:
         import torch
 
@@ -72,13 +74,15 @@ class Paceline:
         from paceline import LLM, load
         from paceline.models.interface import Chunk
 
-        plain = LLM(target, None, device="cpu")
+        plain = LLM(target, None, device="cpu", activations=self.activations)
         self.load_s = time.perf_counter() - began
         self.models: dict[str, Any] = {"target": plain.target}
         drafts: dict[str, Any] = {"plain": None, "ngram": "ngram"}
         self.draft_pass_s = 0.0
         if draft:
-            self.models["draft"] = drafts["draft"] = model = load(draft, device="cpu").model
+            self.models["draft"] = drafts["draft"] = model = load(
+                draft, device="cpu", activations=self.activations
+            ).model
             assert isinstance(model, torch.nn.Module)
             model.register_forward_pre_hook(lambda *_: self._clock(-1))
             model.register_forward_hook(lambda *_: self._clock(1))
@@ -122,6 +126,12 @@ class Paceline:
     def memory(self) -> dict[str, float]:
         """Of loading and everything since, beyond what importing torch takes."""
         return {"load_s": self.load_s, "peak_mb": _peak_mb() - self.before_mb}
+
+
+class PacelineInt8(Paceline):
+    """What matrices in blocks multiply is rounded to int8, as llama.cpp does it."""
+
+    activations = "int8"
 
 
 def _peak_mb() -> float:
@@ -290,6 +300,7 @@ class OpenVino:
 
 ENGINES: dict[str, type[Any]] = {
     "paceline": Paceline,
+    "paceline-int8": PacelineInt8,
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
     "openvino": OpenVino,

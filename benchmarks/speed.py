@@ -43,12 +43,18 @@ SETTLE_S = 0.05
 PREFILL = 512
 FORMATS = {
     "paceline": ("f32", "bf16", "f16", "q8_0", "q4_1", "q4_0"),
+    "paceline-int8": ("q8_0", "q4_1", "q4_0"),
     "llama.cpp": ("f16", "q8_0", "q4_1", "q4_0"),
     "transformers": ("bf16",),
     "openvino": ("int8",),
 }
-MODES = {"paceline": ("plain", "ngram", "draft"), "transformers": ("plain", "draft")}
+MODES = {
+    "paceline": ("plain", "ngram", "draft"),
+    "paceline-int8": ("plain", "ngram", "draft"),
+    "transformers": ("plain", "draft"),
+}
 """Of the others: plain."""
+OURS = ("paceline", "paceline-int8")
 FOLDERS = ("bf16", "int8")
 """Formats that are no GGUF file."""
 
@@ -174,7 +180,7 @@ def start(folder: Path, engine: str, kind: str, draft: Path | None, python: str,
     suffix = "" if kind in FOLDERS else ".gguf"
     models = {"target": folder / f"target-{kind}{suffix}"}
     if "draft" in MODES.get(engine, ()):
-        models["draft"] = draft if draft and engine == "paceline" else folder / f"draft-{kind}{suffix}"
+        models["draft"] = draft if draft and engine in OURS else folder / f"draft-{kind}{suffix}"
     try:
         if missing := [str(path) for path in models.values() if not path.exists()]:
             raise ValueError(f"{missing[0]} is not there; benchmarks/weights.py writes it")
@@ -182,7 +188,7 @@ def start(folder: Path, engine: str, kind: str, draft: Path | None, python: str,
     except ValueError as error:
         console.print(f"{name} left out: {error}", markup=False)
         return
-    facts = {model: inspect(str(path)) for model, path in models.items()} if engine == "paceline" else {}
+    facts = {model: inspect(str(path)) for model, path in models.items()} if engine in OURS else {}
     yield Contestant(name=name, engine=engine, format=kind, models=models, side=side, facts=facts)
 
 
@@ -227,7 +233,7 @@ def jobs(
                     one.floors_s[model][m].append(floor)
 
     def memory(one: Contestant) -> None:
-        fresh = Side("paceline", python=sys.executable, target=one.models["target"], draft=None, threads=threads)
+        fresh = Side(one.engine, python=sys.executable, target=one.models["target"], draft=None, threads=threads)
         try:
             fresh.generate("plain", some_tokens(PREFILL), 16)
             facts = one.facts["target"]
@@ -246,7 +252,7 @@ def jobs(
     if "passes" in parts:
         yield from ((one.name, partial(passes, one, model)) for one in contestants for model in one.models)
     if "memory" in parts:
-        yield from ((one.name, partial(memory, one)) for one in contestants if one.engine == "paceline")
+        yield from ((one.name, partial(memory, one)) for one in contestants if one.engine in OURS)
 
 
 def weight_bytes(facts: Inspection) -> float:
@@ -330,14 +336,14 @@ def tell_rounds(contestants: Sequence[Contestant]) -> Told:
 
 def tell_ratios(contestants: Sequence[Contestant]) -> Told:
     """How many times faster our plain decoding and prefill are than each peer's."""
-    peers = [one for one in contestants if one.engine != "paceline"]
+    peers = [one for one in contestants if one.engine not in OURS]
     title = f"Times faster than a peer: plain decoding, prefill of {PREFILL}"
     table = Table("side", "prefill, ms", *(one.name for one in peers), title=title)
     found: dict[str, Any] = {}
     for one in contestants:
         prefill = 1000 * statistics.median(one.prefill_s) if one.prefill_s else None
         row: dict[str, Any] = {"prefill_ms": prefill}
-        if one.engine == "paceline":
+        if one.engine in OURS:
             for peer in peers:
                 pairs = zip(one.prefill_s, peer.prefill_s, strict=False)
                 ratios = [theirs / mine for mine, theirs in pairs]
@@ -412,7 +418,13 @@ def shown(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
-COLOURS = {"paceline": "#1f5fbf", "llama.cpp": "#d9730d", "transformers": "#8e3fb5", "openvino": "#2a8c55"}
+COLOURS = {
+    "paceline": "#1f5fbf",
+    "paceline-int8": "#0b2f66",
+    "llama.cpp": "#d9730d",
+    "transformers": "#8e3fb5",
+    "openvino": "#2a8c55",
+}
 PANELS = {"float32 and 16 bits": ("f32", "bf16", "f16"), "8 bits": ("q8_0", "int8"), "4 bits": ("q4_1", "q4_0")}
 DASHES = ("-", "--", ":")
 

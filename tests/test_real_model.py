@@ -159,7 +159,18 @@ def in_format(checkpoint: Checkpoint, format: str) -> Decoder:
 
 @pytest.mark.skipif(not kernels.available(), reason="needs a C compiler")
 @pytest.mark.parametrize(
-    ("format", "prompts"), [("float32", 3), ("bfloat16", 20), ("float16", 4), ("q8_0", 20), ("q4_0", 4), ("q4_1", 4)]
+    ("format", "prompts"),
+    [
+        ("float32", 3),
+        ("bfloat16", 20),
+        ("float16", 4),
+        ("q8_0", 20),
+        ("q4_0", 4),
+        ("q4_1", 4),
+        ("q8_0 int8", 4),
+        ("q4_0 int8", 4),
+        ("q4_1 int8", 20),
+    ],
 )
 def test_greedy_texts_of_200_tokens_are_the_same_with_and_without_a_draft(
     checkpoint: Checkpoint, format: str, prompts: int
@@ -168,7 +179,10 @@ def test_greedy_texts_of_200_tokens_are_the_same_with_and_without_a_draft(
 
     All 20 prompts in all formats would take seven minutes.
     """
+    format, _, int8 = format.partition(" ")
     model = in_format(checkpoint, format)
+    if int8:
+        assert model.set_int8_activations() == 211
     asked = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
     def texts(draft: Any, count: int = prompts, **options: Any) -> list[list[int]]:
@@ -180,6 +194,19 @@ def test_greedy_texts_of_200_tokens_are_the_same_with_and_without_a_draft(
     assert texts(None, count=1, max_num_seqs=1) == plain[:1]
     assert texts("ngram", count=2, max_num_seqs=1, draft_tokens=4) == plain[:2]
     assert texts(model.cut((0, 1, 28, 29)), count=1, max_num_seqs=1, draft_tokens=4) == plain[:1]
+
+
+def test_int8_activations_are_another_target_close_to_the_first(checkpoint: Checkpoint) -> None:
+    rounding = LLM("smollm2-135m", None, activations="int8")
+    assert any("211 matrices" in note and "int8" in note for note in rounding.notes)
+    ids = rounding.tokenizer.encode(MORE_PROMPTS[3])
+    p_TV, whole_TV = (
+        model([Chunk(0, ids, outputs=len(ids))], model.new_cache(1, 64)).logits[0].double().softmax(-1)
+        for model in (rounding.target, LLM("smollm2-135m", None).target)
+    )
+    distance_T = (p_TV - whole_TV).abs().sum(-1) / 2
+    assert 0.001 < distance_T.mean() < 0.1
+    assert (p_TV.argmax(-1) == whole_TV.argmax(-1)).double().mean() > 0.85
 
 
 def test_a_float16_cache_takes_half_the_memory_and_keeps_texts_equal(checkpoint: Checkpoint) -> None:

@@ -76,6 +76,8 @@ class LLM:
         "bfloat16" or "float16".
     quantize: None, or "q8_0" to hold model and draft in Q8_0 blocks on a CPU: less to read for each token, and an
         approximation of the file. Only of what is loaded by name; "lossless" is then against the model as loaded.
+    activations: "auto" (float32 on a CPU), or "int8" to round what matrices in blocks (a GGUF file's, or by `quantize`)
+        multiply to 8 bits: faster on a CPU, and another target, to which speculation is as exact.
     kv_cache_dtype: "auto" (that of the activations), or "float16" for keys and values in half the memory, where the CPU
         kernels run the model. Rounding them makes another target, to which speculation is as exact.
     compile: let torch compile what is the same in every pass, with CUDA graphs. For CUDA; not tested yet.
@@ -96,6 +98,7 @@ class LLM:
         verify: Literal["token", "block", "coupled"] = "token",
         dtype: str = "auto",
         quantize: str | None = None,
+        activations: str = "auto",
         kv_cache_dtype: str = "auto",
         compile: bool = False,
         device: str = "auto",
@@ -118,7 +121,14 @@ class LLM:
             torch.set_num_threads(threads)
         self._rule = RULES[verify]
         self._max_num_seqs = max_num_seqs
-        how = _How(dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, compile=compile, device=device)
+        how = _How(
+            dtype=dtype,
+            quantize=quantize,
+            activations=activations,
+            kv_cache_dtype=kv_cache_dtype,
+            compile=compile,
+            device=device,
+        )
         self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, how)
         if not 0 <= draft_p_min < 1:
             raise ValueError(f"draft_p_min is {draft_p_min}, it must be at least 0 and below 1")
@@ -462,6 +472,7 @@ class _How:
 
     dtype: str = "auto"
     quantize: str | None = None
+    activations: str = "auto"
     kv_cache_dtype: str = "auto"
     compile: bool = False
     device: str = "auto"
@@ -478,6 +489,7 @@ def _loaded(
         return _Loaded(found.model, found.tokenizer, found.eos_ids, found.notes)
     for name, value, default in (
         ("quantize", how.quantize, None),
+        ("activations", how.activations, "auto"),
         ("kv_cache_dtype", how.kv_cache_dtype, "auto"),
         ("compile", how.compile, False),
     ):

@@ -24,12 +24,21 @@ HEADERS = {"q8_0": 1, "q4_0": 1, "q4_1": 2}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Matrix:
-    """A [outputs, inputs] matrix, packed. `data` is [P, bytes of a panel], the last panel filled up with zeros."""
+    """A [outputs, inputs] matrix, packed. `data` is [P, bytes of a panel], the last panel filled up with zeros.
+
+    `int8_inputs`: what a matrix in blocks multiplies is rounded to int8 first (`rounded`), which is faster.
+    """
 
     format: str
     outputs: int
     inputs: int
     data: torch.Tensor
+    int8_inputs: bool = False
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what it multiplies is rounded: where its weights are floats, so are its inputs."""
+        return self.int8_inputs and self.format not in FLOATS
 
     @staticmethod
     def fits(inputs: int) -> bool:
@@ -100,6 +109,15 @@ class Matrix:
         else:
             weights = integers * scales[..., :1] + scales[..., 1:]
         return weights.flatten(2).flatten(0, 1)
+
+
+def rounded(x_NI: torch.Tensor) -> torch.Tensor:
+    """[N, I] as the kernels round it to int8: each block of 32 inputs of a row is integers from -127 to 127, to even,
+    times a scale, which is its largest size over 127."""
+    x_NBk = x_NI.unflatten(-1, (-1, BLOCK))
+    most_NB1 = x_NBk.abs().amax(dim=-1, keepdim=True)
+    inverse_NB1 = torch.where(most_NB1 > 2.0**-120, 127 / most_NB1, 0)
+    return ((x_NBk * inverse_NB1).round() * (most_NB1 / 127)).flatten(-2)
 
 
 def _panels(rows_O: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.kernels import build
-from paceline.kernels.matrix import FORMATS, Matrix
+from paceline.kernels.matrix import FORMATS, Matrix, rounded
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
@@ -27,7 +27,10 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = (("data", c_void_p), ("bias", c_void_p), ("format", c_int32), ("inputs", c_int32), ("outputs", c_int32))
+    _fields_ = (
+        *((name, c_void_p) for name in ("data", "bias")),
+        *((name, c_int32) for name in ("format", "inputs", "outputs", "int8_inputs")),
+    )
 
 
 class _Attention(ctypes.Structure):
@@ -69,24 +72,24 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 def product(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias: [N, O]. By the kernels where they are, by torch where not."""
-    return torch.ops.paceline.product(x_NI, matrix.data, bias, matrix.format, matrix.outputs)
+    return torch.ops.paceline.product(x_NI, matrix.data, bias, matrix.format, matrix.outputs, matrix.int8_inputs)
 
 
 def product_twin(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x_NI, matrix.unpack(), bias)
+    return F.linear(rounded(x_NI) if matrix.rounds else x_NI, matrix.unpack(), bias)
 
 
 def _product(
-    x_NI: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, format: str, outputs: int
+    x_NI: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, format: str, outputs: int, int8_inputs: bool
 ) -> torch.Tensor:
     rows, inputs = x_NI.shape
     assert x_NI.dtype == torch.float32
+    matrix = Matrix(format=format, outputs=outputs, inputs=inputs, data=data, int8_inputs=int8_inputs)
     if not build.available():
-        return product_twin(x_NI, Matrix(format=format, outputs=outputs, inputs=inputs, data=data), bias)
+        return product_twin(x_NI, matrix, bias)
     x_NI, y_NO = x_NI.contiguous(), torch.empty(rows, outputs)
-    matrix = _Matrix(_pointer(data), _pointer(bias), FORMATS.index(format), inputs, outputs)
     build.library().paceline_product(
-        ctypes.byref(matrix),
+        ctypes.byref(Projection(matrix=matrix, bias=bias).struct),
         c_void_p(_pointer(x_NI)),
         c_long(rows),
         c_void_p(_pointer(y_NO)),
@@ -96,10 +99,10 @@ def _product(
 
 
 _library = torch.library.Library("paceline", "DEF")
-_library.define("product(Tensor x, Tensor data, Tensor? bias, str format, int outputs) -> Tensor")
+_library.define("product(Tensor x, Tensor data, Tensor? bias, str format, int outputs, bool int8_inputs) -> Tensor")
 _library.impl("product", _product, "CPU")
 torch.library.register_fake(
-    "paceline::product", lambda x, data, bias, format, outputs: x.new_empty(x.shape[0], outputs), lib=_library
+    "paceline::product", lambda x, data, bias, format, outputs, _: x.new_empty(x.shape[0], outputs), lib=_library
 )
 
 
@@ -152,7 +155,8 @@ class Projection:
     @property
     def struct(self) -> _Matrix:
         m = self.matrix
-        return _Matrix(_pointer(m.data), _pointer(self.bias), FORMATS.index(m.format), m.inputs, m.outputs)
+        format = FORMATS.index(m.format)
+        return _Matrix(_pointer(m.data), _pointer(self.bias), format, m.inputs, m.outputs, m.int8_inputs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

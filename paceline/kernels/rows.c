@@ -57,6 +57,7 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef vec vec_at __attribute__((aligned(4), may_alias));
 typedef ivec ivec_at __attribute__((aligned(4), may_alias));
+typedef int32_t word_at __attribute__((may_alias));
 
 #if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -124,6 +125,7 @@ typedef struct {
     const uint8_t *data;
     const float *bias; /* or null */
     int32_t format, inputs, outputs;
+    int32_t int8_inputs; /* what a matrix in blocks multiplies is rounded to int8 first, see `rounded` */
 } Matrix;
 
 INLINE int is_quantized(int format) { return format >= Q8_0; }
@@ -211,8 +213,11 @@ typedef struct {
     const uint8_t *data;  /* of the first panel */
     size_t stride;        /* bytes from panel to panel */
     const float *x;       /* of the first row */
+    const int8_t *integers; /* or these, each block of 32 times its scale */
     size_t ldx;
     const float *totals;  /* sums of each block of 32 inputs of each row; for Q4_0 and Q4_1 */
+    const float *scales;  /* of the integers' blocks */
+    const int32_t *sums;  /* and their sums */
     size_t ldt;
 } Operands;
 
@@ -261,6 +266,145 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
     UNROLL for (int r = 0; r < rows; r++)
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int v = 0; v < VECS; v++) store(acc_at + (r * panels + p) * PANEL + v * LANES, acc[r][p][v]);
+}
+
+/* ---- inputs in int8 ---- */
+
+/* A row with each block of 32 inputs as integers from -127 to 127 times a scale, the largest input over 127, rounded to
+ * even; totals are those of what is left. As every format of weights is made of small integers too, their products are
+ * exact, and one instruction adds up four of them. A row that is not finite makes its scales and thereby all its results
+ * NaN. */
+static void rounded(const float *x, int size, int8_t *to, float *scales, float *totals, int32_t *sums) {
+    const float magic = 0x1.8p23f; /* leaves the integer in the lowest bits */
+    for (int b = 0; b < size / BLOCK; b++, x += BLOCK, to += BLOCK) {
+        vec largest = {0}, odd = {0};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            vec size_of = (vec)((ivec)load(x + i) & 0x7fffffff);
+            largest = choose(size_of > largest, size_of, largest);
+            odd += load(x + i) * 0.0f; /* 0 or NaN */
+        }
+        float most = 0;
+        for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
+        const float inverse = most > 0x1p-120f ? 127.0f / most : 0.0f;
+        ivec sum = {0};
+        for (int i = 0; i < BLOCK; i += LANES) {
+            ivec integers = (ivec)(load(x + i) * inverse + magic) - (ivec)all(magic);
+            sum += integers;
+            for (int l = 0; l < LANES; l++) to[i + l] = (int8_t)integers[l];
+        }
+        sums[b] = 0;
+        for (int i = 0; i < LANES; i++) sums[b] += sum[i];
+        scales[b] = most / 127.0f + total(odd);
+        totals[b] = scales[b] * sums[b];
+    }
+}
+
+/* Whether words of unsigned bytes can be multiplied with words of signed ones, the four products added to a sum. */
+#if defined(__AVX512VNNI__) && LANES == 16
+#define DOT(sum, w, x) (ivec)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), (__m512i)(x))
+#elif defined(__AVXVNNI__) && LANES == 8
+#define DOT(sum, w, x) (ivec)_mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(w), (__m256i)(x))
+#endif
+
+/* sums[r][v] = the products of one block of 32 inputs of a panel with rows of integers: exact, in any order. The loops
+ * along the inputs stay loops: unrolled, compilers move all products ahead of the sums and run out of registers. */
+INLINE void block_dots(int format, int rows, const uint8_t *w, const int8_t *x, size_t ldx, const int32_t *of_x, size_t ldt,
+                       ivec sums[SMALL][VECS]) {
+#define EACH_SUM UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
+#define FOUR_INPUTS(r, k) (ivec){0} + *(const word_at *)(x + r * ldx + (k))
+    (void)of_x, (void)ldt;
+#if defined(DOT)
+    EACH_SUM sums[r][v] = format == Q8_0 ? (ivec){0} - 128 * of_x[r * ldt] : (ivec){0};
+    if (format == Q8_0) {
+        ROLLED for (int k = 0; k < BLOCK; k += 4, w += 64) /* more by 128, so that they have no sign */
+            EACH_SUM sums[r][v] = DOT(sums[r][v], words(w, 0, v) ^ (int32_t)0x80808080, FOUR_INPUTS(r, k));
+        return;
+    }
+    ROLLED for (int k = 0; k < BLOCK; k += 8, w += 64) {
+        EACH_SUM sums[r][v] = DOT(sums[r][v], words(w, 0, v) & 0x0f0f0f0f, FOUR_INPUTS(r, k));
+        EACH_SUM sums[r][v] = DOT(sums[r][v], words(w, 0, v) >> 4 & 0x0f0f0f0f, FOUR_INPUTS(r, k + 4));
+    }
+#elif defined(__ARM_FEATURE_DOTPROD) && LANES == 4
+#define SIGNED_DOT(sum, w, x) (ivec)vdotq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x))
+    EACH_SUM sums[r][v] = (ivec){0};
+    if (format == Q8_0) {
+        ROLLED for (int k = 0; k < BLOCK; k += 4, w += 64)
+            EACH_SUM sums[r][v] = SIGNED_DOT(sums[r][v], words(w, 0, v), FOUR_INPUTS(r, k));
+        return;
+    }
+    ROLLED for (int k = 0; k < BLOCK; k += 8, w += 64) {
+        EACH_SUM sums[r][v] = SIGNED_DOT(sums[r][v], words(w, 0, v) & 0x0f0f0f0f, FOUR_INPUTS(r, k));
+        EACH_SUM sums[r][v] = SIGNED_DOT(sums[r][v], words(w, 0, v) >> 4 & 0x0f0f0f0f, FOUR_INPUTS(r, k + 4));
+    }
+#elif defined(__AVX2__) && LANES == 8
+#define PAIRS(w, x) _mm256_maddubs_epi16((__m256i)(w), (__m256i)(x))
+#define FOURS(pairs) (ivec)_mm256_madd_epi16((__m256i)(pairs), _mm256_set1_epi16(1))
+    EACH_SUM sums[r][v] = (ivec){0};
+    if (format == Q8_0) {
+        ROLLED for (int k = 0; k < BLOCK; k += 4, w += 64) {
+            /* The weights' signs go to x, which has no -128. 128 x 127 x 2 just fits into 16 bits. */
+            ivec size[VECS];
+            UNROLL for (int v = 0; v < VECS; v++) size[v] = (ivec)_mm256_abs_epi8((__m256i)words(w, 0, v));
+            EACH_SUM {
+                const __m256i x_signed = _mm256_sign_epi8((__m256i)(FOUR_INPUTS(r, k)), (__m256i)words(w, 0, v));
+                sums[r][v] += FOURS(PAIRS(size[v], x_signed));
+            }
+        }
+        return;
+    }
+    /* So do all sixteen products of 15 and 127 that each 16 bits get. */
+    typedef int16_t shorts __attribute__((vector_size(32)));
+    shorts pairs[SMALL][VECS];
+    EACH_SUM pairs[r][v] = (shorts){0};
+    ROLLED for (int k = 0; k < BLOCK; k += 8, w += 64) {
+        ivec part[VECS];
+        UNROLL for (int v = 0; v < VECS; v++) part[v] = words(w, 0, v) & 0x0f0f0f0f;
+        EACH_SUM {
+            pairs[r][v] += (shorts)PAIRS(part[v], FOUR_INPUTS(r, k));
+            __asm__("" : "+x"(pairs[r][v]));
+        }
+        UNROLL for (int v = 0; v < VECS; v++) part[v] = words(w, 0, v) >> 4 & 0x0f0f0f0f;
+        EACH_SUM pairs[r][v] += (shorts)PAIRS(part[v], FOUR_INPUTS(r, k + 4));
+    }
+    EACH_SUM sums[r][v] = FOURS(pairs[r][v]);
+#else
+    EACH_SUM sums[r][v] = (ivec){0};
+    for (int k = 0; k < BLOCK; k++)
+        UNROLL for (int v = 0; v < VECS; v++) {
+            const ivec word = words(w, format == Q8_0 ? k / 4 * 64 : k / 8 * 64, v);
+            const int at = 8 * (k % 4);
+            const ivec weight = format == Q8_0 ? word << (24 - at) >> 24 : word >> at >> (k % 8 < 4 ? 0 : 4) & 15;
+            UNROLL for (int r = 0; r < rows; r++) sums[r][v] += weight * x[r * ldx + k];
+        }
+#endif
+}
+
+/* `tile`, of integers. Few values are under way at once, so panels are no part of what has to fit into registers: they
+ * are as many streams of memory. */
+INLINE void int8_tile(int format, int rows, int panels, int blocks, const Operands *o, float *acc) {
+    const int bytes = block_bytes(format), header = header_bytes(format);
+    const Operands at = *o; /* where no store can change it */
+    for (int b = 0; b < blocks; b++) {
+        ROLLED for (int p = 0; p < panels; p++) {
+            const uint8_t *w = at.data + p * at.stride + (size_t)b * bytes;
+            if (panels == 1) fetch(w, bytes);
+            ivec sums[SMALL][VECS];
+            block_dots(format, rows, w + header, at.integers + BLOCK * b, at.ldx, at.sums + b, at.ldt, sums);
+            vec scale[VECS], least[VECS];
+            UNROLL for (int v = 0; v < VECS; v++) {
+                scale[v] = halves(w + 2 * LANES * v);
+                least[v] = format == Q4_1 ? halves(w + 2 * LANES * v + 2 * PANEL) : scale[v] * -8.0f;
+            }
+            UNROLL for (int r = 0; r < rows; r++) {
+                const vec of_x = all(at.scales[r * at.ldt + b]), total_of_x = all(at.totals[r * at.ldt + b]);
+                UNROLL for (int v = 0; v < VECS; v++) {
+                    float *to = acc + (r * panels + p) * PANEL + v * LANES;
+                    vec sum = load(to) + scale[v] * of_x * __builtin_convertvector(sums[r][v], vec);
+                    store(to, has_nibbles(format) ? sum + least[v] * total_of_x : sum);
+                }
+            }
+        }
+    }
 }
 
 /* ---- products ---- */
@@ -330,6 +474,22 @@ static void direct(int format, int rows, int panels, int blocks, const Operands 
     }
 }
 
+#define INTEGERS(f, rows, _)                                                                                           \
+    static NOINLINE void integers_##f##_##rows(int panels, int blocks, const Operands *o, float *acc) {                \
+        int8_tile(f, rows, panels, blocks, o, acc);                                                                    \
+    }
+#define BLOCK_FORMATS(DO) DO(Q8_0) DO(Q4_0) DO(Q4_1)
+#define DEFINE_INTEGERS(f) EACH_ROWS(INTEGERS, f)
+BLOCK_FORMATS(DEFINE_INTEGERS)
+
+static void integers(int format, int rows, int panels, int blocks, const Operands *o, float *acc) {
+    switch (KEY(format, rows, 1)) {
+#define CALL_INTEGERS(f, rows, _) case KEY(f, rows, 1): integers_##f##_##rows(panels, blocks, o, acc); break;
+#define CALLS_OF_INTEGERS(f) EACH_ROWS(CALL_INTEGERS, f)
+        BLOCK_FORMATS(CALLS_OF_INTEGERS)
+    }
+}
+
 static void unpacked(int format, int rows, int blocks, const Operands *o, const float *floats, float *acc) {
     switch (KEY(is_quantized(format) ? format : FLOAT32, rows, 1)) {
 #define CALL_UNPACKED(f, rows, panels) case KEY(f, rows, panels): unpacked_##f##_##rows##_1(blocks, o, floats, acc); break;
@@ -353,9 +513,15 @@ static void tiles(int format, int rows, int blocks, const Operands *o, const flo
     Operands part = *o;
     for (int done = 0, left = (rows + SMALL - 1) / SMALL; left; left--) {
         int now = (rows - done + left - 1) / left;
-        if (floats) unpacked(format, now, blocks, &part, floats, acc + done * PANEL);
+        if (o->integers) integers(format, now, 1, blocks, &part, acc + done * PANEL);
+        else if (floats) unpacked(format, now, blocks, &part, floats, acc + done * PANEL);
         else direct(format, now, 1, blocks, &part, acc + done * PANEL);
-        part.x += now * o->ldx;
+        if (o->integers) {
+            part.integers += now * o->ldx;
+            part.scales += now * o->ldt;
+            part.sums += now * o->ldt;
+        } else
+            part.x += now * o->ldx;
         part.totals += now * o->ldt;
         done += now;
     }
@@ -372,18 +538,25 @@ static void tiles(int format, int rows, int blocks, const Operands *o, const flo
 static void share(const Matrix *w, const Operands *x, int rows, Result to, int begin, int end) {
     float floats[SLAB * BLOCK * PANEL] __attribute__((aligned(64))), acc[ROWS * PANEL] __attribute__((aligned(64)));
     const int total = w->inputs / BLOCK, bytes = block_bytes(w->format);
-    const int share_floats = rows >= UNPACK_FROM && w->format != FLOAT32, slab = w->format == FLOAT32 ? SLAB / 2 : SLAB;
+    const int share_floats = rows >= UNPACK_FROM && w->format != FLOAT32 && !x->integers;
+    const int slab = w->format == FLOAT32 ? SLAB / 2 : SLAB, streams = rows == 1 || (x->integers && rows <= SMALL);
     Operands o = *x;
     for (int panel = begin, panels; panel < end; panel += panels) {
-        panels = rows == 1 && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
+        panels = streams && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
         o.data = w->data + panel * o.stride;
         memset(acc, 0, rows * panels * PANEL * sizeof(float));
-        if (rows <= SMALL)
+        if (rows <= SMALL && x->integers)
+            integers(w->format, rows, panels, total, &o, acc);
+        else if (rows <= SMALL)
             direct(w->format, rows, panels, total, &o, acc);
         else
             for (int b = 0, blocks; b < total; b += blocks) {
                 blocks = total - b < slab ? total - b : slab;
-                Operands part = {o.data + (size_t)b * bytes, o.stride, x->x + b * BLOCK, o.ldx, x->totals + b, o.ldt};
+                Operands part = o;
+                part.data += (size_t)b * bytes;
+                part.totals += b;
+                if (o.integers) part.integers += b * BLOCK, part.scales += b, part.sums += b;
+                else part.x += b * BLOCK;
                 if (share_floats) unpack_blocks(w->format, blocks, part.data, floats);
                 tiles(w->format, rows, blocks, &part, share_floats ? floats : 0, acc);
             }
@@ -391,28 +564,46 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
     }
 }
 
-/* This thread's share of y = x W^T + bias + residual. */
-static void product(const Matrix *w, const float *x, size_t ldx, int rows, Result to) {
+INLINE int rounds(const Matrix *w) { return w->int8_inputs && is_quantized(w->format); }
+
+/* This thread's share of y = x W^T + bias + residual. `before`: the matrix that it multiplied the same x with right
+ * before, so that what was made of x may serve again; or null. */
+static void product(const Matrix *w, const Matrix *before, const float *x, size_t ldx, int rows, Result to) {
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int panels = (w->outputs + PANEL - 1) / PANEL;
     const int begin = (long)panels * thread / threads, end = (long)panels * (thread + 1) / threads;
     Operands o = {.stride = (size_t)(w->inputs / BLOCK) * block_bytes(w->format), .ldx = ldx, .ldt = w->inputs / BLOCK};
-    float *totals = 0, *inputs = 0;
-    if (has_nibbles(w->format)) {
+    const int int8 = rounds(w);
+    const int made = before && rows <= ROWS && int8 == rounds(before) && (int8 || has_nibbles(before->format));
+    float *totals = 0, *inputs = 0, *scales = 0;
+    int32_t *sums = 0;
+    int8_t *integers = 0;
+    if (int8) {
+        totals = scratch(0, ROWS * (3 * o.ldt * sizeof(float) + w->inputs));
+        o.scales = scales = totals + ROWS * o.ldt;
+        o.sums = sums = (int32_t *)(scales + ROWS * o.ldt);
+        o.integers = integers = (int8_t *)(sums + ROWS * o.ldt);
+        o.ldx = w->inputs;
+    } else if (has_nibbles(w->format)) {
         totals = scratch(0, ROWS * (o.ldt + w->inputs) * sizeof(float));
         inputs = totals + ROWS * o.ldt;
         o.ldx = w->inputs;
     }
     for (int row = 0; row < rows; row += ROWS) {
         int now = rows - row < ROWS ? rows - row : ROWS;
-        o.x = totals ? inputs : x + row * ldx;
+        o.x = inputs ? inputs : x + row * ldx;
         o.totals = totals;
-        for (int r = 0; totals && r < now; r++) {
+        for (int r = 0; totals && !made && r < now; r++) {
             const float *from = x + (row + r) * ldx;
+            const size_t at = r * o.ldt;
+            if (int8) {
+                rounded(from, w->inputs, integers + (size_t)r * w->inputs, scales + at, totals + at, sums + at);
+                continue;
+            }
             for (size_t b = 0; b < o.ldt; b++) {
                 vec sum = {0};
                 for (int i = 0; i < BLOCK; i += LANES) sum += load(from + b * BLOCK + i);
-                totals[r * o.ldt + b] = total(sum);
+                totals[at + b] = total(sum);
             }
             scaled(from, w->inputs, inputs + (size_t)r * w->inputs);
         }
@@ -424,7 +615,7 @@ static void product(const Matrix *w, const float *x, size_t ldx, int rows, Resul
 /* y = x W^T + bias, [rows, outputs]. */
 void paceline_product(const Matrix *w, const float *x, long rows, float *y, int threads) {
 #pragma omp parallel num_threads(threads)
-    product(w, x, w->inputs, rows, (Result){y, 0, w->outputs});
+    product(w, 0, x, w->inputs, rows, (Result){y, 0, w->outputs});
 }
 
 /* Rows `indices` of the matrix itself, [count, inputs] in float32. */
@@ -514,8 +705,8 @@ static void mlp(const MLP *m, float *x, long rows, float *scratch) {
     const int hidden = m->gate.inputs, wide = m->down.inputs;
     float *after = scratch + rows * hidden, *gate = after + rows * hidden, *up = gate + rows * wide;
     const float *n = normed(x, m->norm, m->eps, hidden, rows, scratch);
-    product(&m->gate, n, hidden, rows, (Result){gate, 0, wide});
-    product(&m->up, n, hidden, rows, (Result){up, 0, wide});
+    product(&m->gate, 0, n, hidden, rows, (Result){gate, 0, wide});
+    product(&m->up, &m->gate, n, hidden, rows, (Result){up, 0, wide});
     /* Both products gave this thread the same columns, so nobody has to wait. */
     const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), panels = wide / PANEL;
     const int begin = (long)panels * thread / threads * PANEL, end = (long)panels * (thread + 1) / threads * PANEL;
@@ -529,10 +720,10 @@ static void mlp(const MLP *m, float *x, long rows, float *scratch) {
         }
 #pragma omp barrier
     if (!m->post_norm) {
-        product(&m->down, gate, wide, rows, (Result){x, x, hidden});
+        product(&m->down, 0, gate, wide, rows, (Result){x, x, hidden});
         return;
     }
-    product(&m->down, gate, wide, rows, (Result){after, 0, hidden});
+    product(&m->down, 0, gate, wide, rows, (Result){after, 0, hidden});
 #pragma omp barrier
     add_normed(after, m->post_norm, m->eps, hidden, rows, x);
 }
@@ -738,9 +929,9 @@ static void attention(const Attention *a, const Cache *cache, const Places *plac
     float *after = scratch + rows * hidden, *q = after + rows * hidden, *mixed = q + rows * q_size;
     float *k = mixed + rows * q_size, *v = k + rows * kv_size;
     const float *n = places->inputs ? places->inputs : normed(x, a->norm, a->eps, hidden, rows, scratch);
-    product(&a->q, n, inputs, rows, (Result){q, 0, q_size});
-    product(&a->k, n, inputs, rows, (Result){k, 0, kv_size});
-    product(&a->v, n, inputs, rows, (Result){v, 0, kv_size});
+    product(&a->q, 0, n, inputs, rows, (Result){q, 0, q_size});
+    product(&a->k, &a->q, n, inputs, rows, (Result){k, 0, kv_size});
+    product(&a->v, &a->k, n, inputs, rows, (Result){v, 0, kv_size});
 #pragma omp barrier
     const Chunk *end = places->chunks + places->count;
     long row = 0;
@@ -778,10 +969,10 @@ static void attention(const Attention *a, const Cache *cache, const Places *plac
     }
 #pragma omp barrier
     if (!a->post_norm) {
-        product(&a->output, mixed, q_size, rows, (Result){x, x, hidden});
+        product(&a->output, 0, mixed, q_size, rows, (Result){x, x, hidden});
         return;
     }
-    product(&a->output, mixed, q_size, rows, (Result){after, 0, hidden});
+    product(&a->output, 0, mixed, q_size, rows, (Result){after, 0, hidden});
 #pragma omp barrier
     add_normed(after, a->post_norm, a->eps, hidden, rows, x);
 }

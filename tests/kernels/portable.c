@@ -9,8 +9,8 @@ static uint32_t seed = 1;
 static uint32_t bits(void) { return (seed = seed * 1664525u + 1013904223u) >> 8; }
 static float number(void) { return bits() / (float)(1 << 24) - 0.5f; }
 
-static int product_faults(int format) {
-    static float w[OUTPUTS * INPUTS], x[MOST * INPUTS], y[MOST * OUTPUTS], alone[OUTPUTS];
+static int product_faults(int format, int int8_inputs) {
+    static float w[OUTPUTS * INPUTS], x[MOST * INPUTS], kept[MOST * INPUTS], y[MOST * OUTPUTS], alone[OUTPUTS];
     const int counts[] = {1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 16, 97, 130};
     const int blocks = (OUTPUTS + PANEL - 1) / PANEL * (INPUTS / BLOCK), halves = format == Q4_1 ? 2 * PANEL : PANEL;
     const size_t bytes = (size_t)blocks * block_bytes(format);
@@ -27,10 +27,19 @@ static int product_faults(int format) {
             *scale = (*scale & 0x83ff) | 0x2000;
         }
     for (int i = 0; i < MOST * INPUTS; i++) x[i] = number();
-    Matrix matrix = {data, 0, format, INPUTS, OUTPUTS};
+    Matrix matrix = {data, 0, format, INPUTS, OUTPUTS, int8_inputs};
     int64_t all_rows[OUTPUTS];
     for (int i = 0; i < OUTPUTS; i++) all_rows[i] = i;
     paceline_rows(&matrix, all_rows, OUTPUTS, w);
+    double worst_rounding = 0;
+    for (int i = 0; i < MOST * INPUTS && int8_inputs; i += BLOCK) { /* what is left of them, against which sums are held */
+        static int8_t integers[BLOCK];
+        float scale, total;
+        int32_t sum;
+        rounded(x + i, BLOCK, integers, &scale, &total, &sum);
+        for (int k = 0; k < BLOCK; k++) worst_rounding = fmax(worst_rounding, fabs(scale * integers[k] - x[i + k]) / scale);
+        for (int k = 0; k < BLOCK; k++) kept[i + k] = scale * integers[k];
+    }
     double worst = 0, largest = 0;
     int variant = 0;
     for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
@@ -40,15 +49,16 @@ static int product_faults(int format) {
             variant |= memcmp(alone, y + r * OUTPUTS, sizeof alone) != 0;
             for (int o = 0; o < OUTPUTS; o++) {
                 double sum = 0;
-                for (int k = 0; k < INPUTS; k++) sum += (double)w[o * INPUTS + k] * x[r * INPUTS + k];
+                for (int k = 0; k < INPUTS; k++) sum += (double)w[o * INPUTS + k] * (int8_inputs ? kept : x)[r * INPUTS + k];
                 worst = fmax(worst, fabs(sum - y[r * OUTPUTS + o]));
                 largest = fmax(largest, fabs(sum));
             }
         }
     }
     free(data);
-    printf("format %d: error %.1e of the largest, rows %s\n", format, worst / largest, variant ? "vary" : "alike");
-    return variant + !(worst < 3e-6 * largest);
+    printf("format %d%s: error %.1e of the largest, rows %s\n", format, int8_inputs ? " int8" : "", worst / largest,
+           variant ? "vary" : "alike");
+    return variant + !(worst < 3e-6 * largest) + !(worst_rounding < 0.5001);
 }
 
 static int attention_faults(int window) {
@@ -82,7 +92,8 @@ static int attention_faults(int window) {
 
 int main(void) {
     int faults = 0;
-    for (int format = FLOAT32; format <= Q4_1; format++) faults += product_faults(format);
+    for (int format = FLOAT32; format <= Q4_1; format++) faults += product_faults(format, 0);
+    for (int format = Q8_0; format <= Q4_1; format++) faults += product_faults(format, 1);
     for (int window = 0; window < 80; window += 37) faults += attention_faults(window);
     return faults;
 }

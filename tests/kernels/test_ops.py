@@ -7,17 +7,20 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import paceline.kernels as kernels
-from paceline.kernels.matrix import FLOATS, FORMATS, HEADERS, Matrix
+from paceline.kernels.matrix import FLOATS, FORMATS, HEADERS, Matrix, rounded
 from paceline.models.quant import BLOCK, BLOCK_BYTES, Quantized
 
 compiled = pytest.mark.skipif(not kernels.available(), reason="no compiler")
-all_formats = pytest.mark.parametrize("format", FORMATS)
+INT8 = " int8"
+"""Behind a format: what its matrix multiplies is rounded."""
+all_formats = pytest.mark.parametrize("format", [*FORMATS, *(format + INT8 for format in HEADERS)])
 both_threads = pytest.mark.parametrize("threads", [1, 2])
 MANY_ROWS = (*range(1, 21), 40, 64, 95, 96, 97, 130, 200)
 """All sizes of a tile and of a few tiles, and more rows than are multiplied at once."""
@@ -36,6 +39,9 @@ def inputs_of(rows: int, inputs: int, seed: int = 0) -> torch.Tensor:
 def packed(format: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Matrix, torch.Tensor, torch.Tensor]:
     """A matrix, its weights in float64, and the sizes of what is summed for each weight (Q4_0 and Q4_1 sum two
     things, which may nearly cancel)."""
+    if format.endswith(INT8):
+        matrix, weight_OI, summed_OI = packed(format.removesuffix(INT8), outputs, inputs, seed)
+        return replace(matrix, int8_inputs=True), weight_OI, summed_OI
     random = torch.Generator().manual_seed(seed)
     if format in FLOATS:
         weight_OI = torch.randn(outputs, inputs, generator=random).to(FLOATS[format])
@@ -49,6 +55,11 @@ def packed(format: str, outputs: int, inputs: int, seed: int = 0) -> tuple[Matri
     offsets_OI = offsets_OB.repeat_interleave(BLOCK, dim=1)
     summed_OI = (weight_OI + offsets_OI if format == "q4_0" else weight_OI - offsets_OI).abs() + offsets_OI.abs()
     return Matrix.pack_blocks(format, blocks), weight_OI, summed_OI
+
+
+def seen(x_NI: torch.Tensor, matrix: Matrix) -> torch.Tensor:
+    """What a matrix makes of its inputs before it multiplies them."""
+    return rounded(x_NI) if matrix.int8_inputs else x_NI
 
 
 def check(y_NO: torch.Tensor, x_NI: torch.Tensor, weight_OI: torch.Tensor, summed_OI: torch.Tensor) -> None:
@@ -68,7 +79,7 @@ def test_products_are_those_of_float64(format: str, threads: int, outputs: int, 
     matrix, weight_OI, summed_OI = packed(format, outputs, inputs)
     for rows in MANY_ROWS:
         x_NI = inputs_of(rows, inputs, seed=rows)
-        check(kernels.product(x_NI, matrix), x_NI, weight_OI, summed_OI)
+        check(kernels.product(x_NI, matrix), seen(x_NI, matrix), weight_OI, summed_OI)
 
 
 @all_formats
@@ -78,7 +89,7 @@ def test_a_bias_is_added_once(format: str) -> None:
     for rows in (1, 2, 6, 7, 64, 130):
         x_NI = inputs_of(rows, 96)
         # As one more input that is 1.
-        x_NI1 = torch.cat((x_NI, torch.ones(rows, 1)), dim=1)
+        x_NI1 = torch.cat((seen(x_NI, matrix), torch.ones(rows, 1)), dim=1)
         weight_OI1 = torch.cat((weight_OI, bias_O[:, None].double()), dim=1)
         summed_OI1 = torch.cat((summed_OI, bias_O[:, None].double().abs()), dim=1)
         check(kernels.product(x_NI, matrix, bias_O), x_NI1, weight_OI1, summed_OI1)
@@ -90,17 +101,45 @@ def test_inputs_may_be_large_or_small(format: str, scale: float) -> None:
     matrix, weight_OI, summed_OI = packed(format, 33, 160, seed=2)
     for rows in (1, 4, 20):
         x_NI = scale * inputs_of(rows, 160)
-        check(kernels.product(x_NI, matrix), x_NI, weight_OI, summed_OI)
+        check(kernels.product(x_NI, matrix), seen(x_NI, matrix), weight_OI, summed_OI)
 
 
 @all_formats
 def test_the_twin_agrees(format: str) -> None:
     matrix, weight_OI, summed_OI = packed(format, 47, 160)
     x_NI = inputs_of(9, 160)
-    check(kernels.product_twin(x_NI, matrix), x_NI, weight_OI, summed_OI)
+    check(kernels.product_twin(x_NI, matrix), seen(x_NI, matrix), weight_OI, summed_OI)
     bias_O = torch.randn(47, generator=torch.Generator().manual_seed(1))
     found = kernels.product(x_NI, matrix, bias_O)
     assert (found - kernels.product_twin(x_NI, matrix, bias_O)).abs().max() < 1e-6 * summed_OI.sum(dim=1).max()
+
+
+def test_int8_is_within_half_a_step_of_the_largest_of_a_block() -> None:
+    x_NI = inputs_of(50, 160)
+    x_NI[3] = 0
+    x_NI[4, 32:64] = 127 * torch.arange(-16, 16) / 16  # halves of a step: to even
+    x_NI[5, :32] = -3e38
+    found_NBk, x_NBk = (each.unflatten(1, (-1, BLOCK)).double() for each in (rounded(x_NI), x_NI))
+    most_NB1 = x_NBk.abs().amax(dim=-1, keepdim=True)
+    assert ((found_NBk - x_NBk).abs() <= most_NB1 / 254 * (1 + 1e-6)).all()
+    assert not found_NBk[3].any()
+    assert not rounded(torch.full((1, 32), 1e-40)).any(), "127 divided by that is infinite"
+    integers_k = (found_NBk / most_NB1 * 127)[4, 1].round()
+    assert integers_k.tolist() == [round(127 * k / 16) for k in range(-16, 16)]
+
+
+@compiled
+@pytest.mark.parametrize("format", HEADERS)
+def test_integers_of_the_largest_size_do_not_overflow(format: str) -> None:
+    """Sums of products are kept in 16 bits for a while."""
+    blocks = torch.full((16, 3, BLOCK_BYTES[format]), 0x80 if format == "q8_0" else 0xFF, dtype=torch.uint8)
+    blocks[8:, :, 2 * HEADERS[format] :] = 0x7F if format == "q8_0" else 0x00
+    blocks[..., : 2 * HEADERS[format]] = torch.ones(HEADERS[format]).half().view(torch.uint8)
+    matrix = replace(Matrix.pack_blocks(format, blocks), int8_inputs=True)
+    for sign in (1.0, -1.0):
+        x_NI = sign * torch.full((3, 96), 5.0)
+        expected = kernels.product_twin(x_NI, matrix)
+        torch.testing.assert_close(kernels.product(x_NI, matrix), expected, rtol=1e-6, atol=1e-4)
 
 
 # Row invariance
@@ -130,6 +169,7 @@ def test_a_column_has_the_same_bits_whatever_columns_come_with_it(format: str, o
     """Tensor parallelism and fused products may cut a matrix by its outputs."""
     random = torch.Generator().manual_seed(6)
     x_NI = inputs_of(20, 96)
+    format, int8, _ = format.partition(INT8)
     if format in FLOATS:
         weight_OI = torch.randn(150, 96, generator=random).to(FLOATS[format])
         whole, part = Matrix.pack(weight_OI), Matrix.pack(weight_OI[:outputs])
@@ -137,6 +177,7 @@ def test_a_column_has_the_same_bits_whatever_columns_come_with_it(format: str, o
         blocks = torch.randint(0, 256, (150, 3, BLOCK_BYTES[format]), generator=random).to(torch.uint8)
         blocks[..., 1 : 2 * HEADERS[format] : 2] = 0x21  # scales and minima near 0.01
         whole, part = Matrix.pack_blocks(format, blocks), Matrix.pack_blocks(format, blocks[:outputs])
+        whole, part = (replace(matrix, int8_inputs=bool(int8)) for matrix in (whole, part))
     for rows in (1, 3, 8, 20):
         found, expected = (kernels.product(x_NI[:rows], matrix) for matrix in (part, whole))
         assert torch.equal(found, expected[:, :outputs]), rows
@@ -182,7 +223,7 @@ def test_it_is_a_well_behaved_operation_of_torch(format: str) -> None:
     """Its schema is true (it changes no argument), and fake tensors get the shape and type real ones have."""
     matrix, _, _ = packed(format, 40, 96)
     for rows, bias_O in ((1, None), (7, torch.ones(40))):
-        arguments = (inputs_of(rows, 96), matrix.data, bias_O, format, 40)
+        arguments = (inputs_of(rows, 96), matrix.data, bias_O, matrix.format, 40, matrix.int8_inputs)
         torch.library.opcheck(
             torch.ops.paceline.product.default, arguments, test_utils=("test_schema", "test_faketensor")
         )
@@ -192,7 +233,7 @@ def test_fake_tensors_have_the_shape() -> None:
     matrix, _, _ = packed("q8_0", 40, 96)
     with FakeTensorMode() as mode:
         data = mode.from_tensor(matrix.data)
-        fake = torch.ops.paceline.product(torch.empty(7, 96), data, None, "q8_0", 40)
+        fake = torch.ops.paceline.product(torch.empty(7, 96), data, None, "q8_0", 40, False)
     assert (tuple(fake.shape), fake.dtype, fake.device.type) == ((7, 40), torch.float32, "cpu")
 
 
@@ -200,7 +241,7 @@ def test_it_can_be_part_of_a_compiled_graph() -> None:
     matrix, _, _ = packed("bfloat16", 40, 96)
 
     def twice_and_one(x_NI: torch.Tensor) -> torch.Tensor:
-        return 2 * torch.ops.paceline.product(x_NI, matrix.data, None, "bfloat16", 40) + 1
+        return 2 * torch.ops.paceline.product(x_NI, matrix.data, None, "bfloat16", 40, False) + 1
 
     graph = torch.compile(twice_and_one, backend="aot_eager", fullgraph=True)
     for rows in (1, 5, 40):

@@ -29,6 +29,9 @@ pytestmark = pytest.mark.skipif(not kernels.available(), reason="no compiler")
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMATS = (*FLOATS, *BLOCK_BYTES)
+INT8 = " int8"
+"""Behind a format: activations are rounded."""
+INT8_FORMATS = tuple(format + INT8 for format in BLOCK_BYTES)
 PLAIN = ModelConfig(
     architecture="test",
     vocab_size=101,
@@ -216,6 +219,21 @@ def test_every_format_means_its_weights(case: str, format: str) -> None:
     assert_same_passes(packed, plain)
 
 
+@pytest.mark.parametrize("case", ["biases", "all-of-gemma"])
+@pytest.mark.parametrize("format", BLOCK_BYTES)
+def test_layers_with_int8_activations_are_made_of_such_products(case: str, format: str) -> None:
+    """A sum that is another by 1e-7 may be rounded to another integer, and then much is (up to 0.025 of the largest was
+    seen): hence the wide limit."""
+    layers, products = (pair.__wrapped__(case, format)[0] for _ in range(2))
+    plain = [scores.logits for scores in passes(layers)]
+    matrices = 7 * layers.config.num_layers + 1
+    assert layers.set_int8_activations() == products.set_int8_activations() == matrices + (not layers.config.tied)
+    products.__dict__["_native"] = None
+    for found, expected, unrounded in zip(passes(layers), passes(products), plain, strict=True):
+        assert_near(found.logits, expected.logits, limit=0.05)
+        assert any((a != b).any() for a, b in zip(found.logits, unrounded, strict=True))
+
+
 @pytest.mark.parametrize("case", UNPACKED)
 def test_what_the_kernels_cannot_take_is_left_to_torch(case: str) -> None:
     packed, plain = pair(case)
@@ -326,9 +344,12 @@ LENGTH = 100
 def invariant(case: str, format: str) -> Decoder:
     config = replace(PLAIN, **INVARIANT[case])
     tensors: dict[str, torch.Tensor | Quantized] = {}
+    format, int8, _ = format.partition(INT8)
     for name, tensor in weights(config).items():
         tensors[name] = quantized(tensor, format) if tensor.dim() == 2 and format in BLOCK_BYTES else tensor
-    return Decoder.from_tensors(config, tensors.items(), dtype=FLOATS.get(format), packed=True)
+    decoder = Decoder.from_tensors(config, tensors.items(), dtype=FLOATS.get(format), packed=True)
+    assert not int8 or decoder.set_int8_activations()
+    return decoder
 
 
 class Line:
@@ -383,7 +404,7 @@ def alone_bits(case: str, format: str) -> tuple[Line, tuple[torch.Tensor, torch.
 @pytest.mark.parametrize(
     ("case", "format"),
     [
-        *(("all-of-gemma", format) for format in FORMATS),
+        *(("all-of-gemma", format) for format in (*FORMATS, *INT8_FORMATS)),
         *((case, format) for case in INVARIANT for format in ("float32", "q4_0") if case != "all-of-gemma"),
     ],
 )
@@ -398,7 +419,7 @@ def test_a_position_has_the_same_bits_in_chunks_of_any_size(case: str, format: s
 @pytest.mark.parametrize(
     ("case", "format", "threads"),
     [
-        *(("all-of-gemma", format, 2) for format in FORMATS),
+        *(("all-of-gemma", format, 2) for format in (*FORMATS, *INT8_FORMATS)),
         *((case, format, 1) for case in INVARIANT for format in ("bfloat16", "q8_0")),
         ("no-rope-windows-biases", "q4_1", 2),
     ],
@@ -573,7 +594,7 @@ def at_its_end(tensor: torch.Tensor) -> torch.Tensor:
 
 def read_to_the_end() -> None:
     """Products, rows and passes whose arguments end where readable memory does."""
-    for format in FORMATS:
+    for format in (*FORMATS, *INT8_FORMATS):
         decoder = invariant("odd-sizes", format)
         for owner in (decoder.embedding, decoder.head, decoder.layers[0].mlp.up):  # type: ignore[union-attr]
             matrix = owner.packed  # type: ignore[union-attr]
