@@ -1,6 +1,6 @@
 """What a pass costs while other processes want the same processors, and what bounding OpenMP's busy waiting gives.
 
-    python benchmarks/contention.py [--busy 0 --busy 1 --busy 2] [--spins 300000 --spins 1000]
+    python benchmarks/contention.py [--busy 0 --busy 1 --busy 2] [--spins 300000 --spins 4000]
 
 One token of the built-in model behind a context of 100, beside processes that compute without end. `GOMP_SPINCOUNT`
 is read when torch is imported, so each setting runs in a process of its own; the settings take turns. Ends in one JSON
@@ -43,7 +43,7 @@ print(1000 * sum(seconds) / len(seconds))
 
 def main(
     busy: Annotated[list[int], typer.Option(help="Processes beside it; may be repeated.")] = [0, 1, 2],  # noqa: B006
-    spins: Annotated[list[int], typer.Option(help="GOMP_SPINCOUNT; may be repeated.")] = [300_000, 1000],  # noqa: B006
+    spins: Annotated[list[int], typer.Option(help="GOMP_SPINCOUNT; may be repeated.")] = [300_000, 4000],  # noqa: B006
     repeats: int = 3,
 ) -> None:
     ms: dict[tuple[int, int], list[float]] = defaultdict(list)

@@ -64,7 +64,7 @@ app.add_typer(bench)
 def main() -> None:
     # Read when torch is imported. OpenMP's threads wait for each other busily, by default so long that other processes
     # which want the same processors can make a pass many times slower; this bounds the wait (benchmarks/contention.py).
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "4000")
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # what a terminal cannot spell ends no run

@@ -723,7 +723,7 @@ def test_the_built_in_model_answers() -> None:
     assert compared["comparison"]["same_text"] is True
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "1000"), ("7", "7")])
+@pytest.mark.parametrize(("given", "found"), [(None, "4000"), ("7", "7")])
 def test_threads_wait_briefly_unless_told_otherwise(given: str | None, found: str) -> None:
     code = (
         "import os, atexit; from paceline.cli import main;"

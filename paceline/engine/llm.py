@@ -294,7 +294,7 @@ class LLM:
 
     def measure(self, **how: Any) -> Costs:
         """What rounds cost here with up to `max_num_seqs` sequences at once; `how` is of `engine.profile.measure`."""
-        return measure(self.target, self._new_proposer, slots=self._max_num_seqs, **how)
+        return measure(self.target, self._new_proposer, **{"batches": (1, self._max_num_seqs), **how})
 
     def use(self, profile: Profile) -> None:
         """Choose K by this profile from now on."""

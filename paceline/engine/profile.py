@@ -113,35 +113,35 @@ def measure(
     target: LanguageModel,
     new_proposer: Callable[[int, int], Proposer],
     *,
-    slots: int = 1,
-    contexts: tuple[int, int] = (SHORT, LONG),
+    batches: Sequence[int] = (1,),
+    contexts: Sequence[int] = (SHORT, LONG),
     seconds: float = SECONDS,
     advance: Callable[[], None] = lambda: None,
 ) -> Costs:
-    """Costs for up to `slots` sequences at once. `advance` hears of each of the SERIES of rounds that is done.
+    """Costs for these numbers of sequences at once, one always being among them, and these contexts, two at least.
+    `advance` hears of each of the SERIES of rounds that is done.
 
     Long contexts are cut to what the model takes.
     """
     room = (MAX_DRAFT + 1) * (TIMES + 2)
     most = max(4, target.context - room - 1)
-    short, long = min(contexts[0], most // 2), min(contexts[1], most)
-    every = range(MAX_DRAFT + 1)
-    alone, behind = _Rounds(1, short, every), _Rounds(1, long, (0, MAX_DRAFT))
-    together = _Rounds(slots, short, (0, 1, 3, MAX_DRAFT))
-    _time([alone, behind, *[together][: slots - 1]], target, lambda slots, capacity: _Wrong(target.vocab_size), seconds)
+    short, *longer = sorted({min(context, most) for context in contexts})
+    short, longer = (short, longer) if longer else (short // 2, [short])
+    every, several = range(MAX_DRAFT + 1), sorted({*batches} - {1})
+    alone, behind = _Rounds(1, short, every), [_Rounds(1, context, (0, MAX_DRAFT)) for context in longer]
+    together = {n: _Rounds(n, short, (0, 1, 3, MAX_DRAFT)) for n in several}
+    _time([alone, *behind, *together.values()], target, lambda slots, capacity: _Wrong(target.vocab_size), seconds)
     advance()
-    drafting, reading = _Rounds(1, short, every), _Rounds(1, long, (1,))
-    drafting_together = _Rounds(slots, short, (0, 1, MAX_DRAFT))
-    _time([drafting, reading, *[drafting_together][: slots - 1]], target, new_proposer, seconds)
+    drafting, reading = {1: _Rounds(1, short, every)}, _Rounds(1, longer[-1], (1,))
+    drafting |= {n: _Rounds(n, short, (0, 1, MAX_DRAFT)) for n in several}
+    _time([*drafting.values(), reading], target, new_proposer, seconds)
     advance()
 
-    further = max(behind.mean_context - alone.mean_context, 1.0)
-    first, last = ((behind.timed[k].rest_s - alone.timed[k].rest_s) / further for k in (0, MAX_DRAFT))
+    first, last = (_slope([(r.mean_context, r.timed[k].rest_s) for r in (alone, *behind)]) for k in (0, MAX_DRAFT))
     slopes = (max(0.0, first), max(0.0, first, last))  # a row more never makes the context cheaper
-    # What a few rows cost is known best from one sequence alone.
     measured = {}
-    if slots > 1:
-        measured = {slots * (k + 1): (timed.rest_s, together.mean_context) for k, timed in together.timed.items()}
+    for n in reversed(several):  # what a few rows cost is known best from few sequences
+        measured |= {n * (k + 1): (t.rest_s, together[n].mean_context) for k, t in together[n].timed.items()}
     measured |= {k + 1: (timed.rest_s, alone.mean_context) for k, timed in alone.timed.items()}
     rows = tuple(sorted(measured))
     context_s = [between((1, MAX_DRAFT + 1), slopes, m) for m in rows]
@@ -149,15 +149,20 @@ def measure(
     for m, of_context in zip(rows, context_s, strict=True):
         rest_s, met = measured[m]
         round_s.append(max(rest_s - of_context * met, rest_s / 2))  # noise in the slope shall not eat up the rest
-    drafts = {slots: drafting_together, 1: drafting} if slots > 1 else {1: drafting}
     return Costs(
         rows=rows,
         round_s=tuple(round_s),
         context_s=tuple(context_s),
-        batches=tuple(sorted(drafts)),
-        draft_s=tuple(drafts[n].draft_s for n in sorted(drafts)),
-        read_s=max(0.0, reading.timed[1].first_s - drafting.timed[1].draft_s) / long,
+        batches=tuple(sorted(drafting)),
+        draft_s=tuple(drafting[n].draft_s for n in sorted(drafting)),
+        read_s=max(0.0, reading.timed[1].first_s - drafting[1].timed[1].draft_s) / longer[-1],
     )
+
+
+def _slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the straight line that comes nearest to them."""
+    x, y = np.array(points).T
+    return float(np.polyfit(x, y, 1)[0]) if np.ptp(x) else 0.0
 
 
 SERIES = 2

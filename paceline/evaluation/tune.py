@@ -24,6 +24,8 @@ from paceline.sampling.params import SamplingParams
 
 SECONDS = 2.0
 """Of each series of rounds that costs are taken from: more than where nobody asked for a measurement."""
+LONGEST = 1024
+"""Tokens of context that costs are measured behind at most: longer ones are taken to cost in proportion."""
 Advance = Callable[[], None]
 
 
@@ -119,8 +121,9 @@ def tune(
     for draft in drafts:
         drafting = llm.with_draft(draft, max_num_seqs=batches[-1])
         advance = track(SERIES, f"{draft}: what rounds cost")
-        context = max(2 * SHORT, min(LONG, max(map(len, prompts)) + (params.max_tokens or LONG) // 2))
-        costs = drafting.measure(contexts=(SHORT, context), seconds=SECONDS, advance=advance)
+        longest = max(2 * SHORT, min(LONGEST, max(map(len, prompts)) + (params.max_tokens or LONG) // 2))
+        contexts = (SHORT, (SHORT + longest) // 2, longest)
+        costs = drafting.measure(batches=batches, contexts=contexts, seconds=SECONDS, advance=advance)
         seen: Pool = {}
         drafting.draft_tokens = partial(Everything, costs=costs, pool=seen)
         accepted = Accepted.seen(_run(drafting, prompts, params, track(len(prompts), f"{draft}: what is accepted")))

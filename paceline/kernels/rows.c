@@ -13,6 +13,8 @@
  * for Q4_1). matrix.py packs them.
  */
 #include <math.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +22,6 @@
 #ifdef _OPENMP
 #include <omp.h>
 #else
-static int omp_get_thread_num(void) { return 0; }
 static int omp_get_num_threads(void) { return 1; }
 #endif
 
@@ -564,58 +565,115 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
     }
 }
 
-INLINE int rounds(const Matrix *w) { return w->int8_inputs && is_quantized(w->format); }
+/* ---- threads ---- */
 
-/* This thread's share of y = x W^T + bias + residual. `before`: the matrix that it multiplied the same x with right
- * before, so that what was made of x may serve again; or null. */
-static void product(const Matrix *w, const Matrix *before, const float *x, size_t ldx, int rows, Result to) {
-    const int thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    const int panels = (w->outputs + PANEL - 1) / PANEL;
-    const int begin = (long)panels * thread / threads, end = (long)panels * (thread + 1) / threads;
-    Operands o = {.stride = (size_t)(w->inputs / BLOCK) * block_bytes(w->format), .ldx = ldx, .ldt = w->inputs / BLOCK};
-    const int int8 = rounds(w);
-    const int made = before && rows <= ROWS && int8 == rounds(before) && (int8 || has_nibbles(before->format));
-    float *totals = 0, *inputs = 0, *scales = 0;
-    int32_t *sums = 0;
-    int8_t *integers = 0;
-    if (int8) {
-        totals = scratch(0, ROWS * (3 * o.ldt * sizeof(float) + w->inputs));
-        o.scales = scales = totals + ROWS * o.ldt;
-        o.sums = sums = (int32_t *)(scales + ROWS * o.ldt);
-        o.integers = integers = (int8_t *)(sums + ROWS * o.ldt);
-        o.ldx = w->inputs;
-    } else if (has_nibbles(w->format)) {
-        totals = scratch(0, ROWS * (o.ldt + w->inputs) * sizeof(float));
-        inputs = totals + ROWS * o.ldt;
-        o.ldx = w->inputs;
+/* Work is cut into items that threads claim one by one, and a phase is over when all of its items are done: so a thread
+ * that the system has taken off its processor holds up nobody, unless it holds an item, and passes through what is over when
+ * it comes back. Whatever a phase reads may be overwritten once it is over, so threads read it while they hold an item,
+ * and at no other time. */
+typedef struct {
+    _Alignas(128) atomic_int claimed;
+    atomic_int done;
+} Phase;
+
+/* Other threads' work is waited for busily as long as it may be short. */
+#define SPINS 4000
+
+INLINE void pause_a_little(int spins) {
+    if (spins > SPINS) sched_yield();
+#if defined(__SSE2__)
+    else __builtin_ia32_pause();
+#endif
+}
+
+#define EACH_ITEM(phase, i, items)                                                                                     \
+    for (long i; (i = atomic_fetch_add_explicit(&(phase)->claimed, 1, memory_order_relaxed)) < (items);                \
+         atomic_fetch_add_explicit(&(phase)->done, 1, memory_order_release))
+
+/* The phase behind this one, once this one is over. */
+INLINE Phase *over(Phase *phase, long items) {
+    for (int spins = 0; atomic_load_explicit(&phase->done, memory_order_acquire) < items; spins++) pause_a_little(spins);
+    return phase + 1;
+}
+
+/* Panels as items: several at a time, and single ones at the end, so that threads end together. */
+typedef struct {
+    int size, large, items;
+} Split;
+
+INLINE Split split_of(int outputs) {
+    const int panels = (outputs + PANEL - 1) / PANEL, threads = omp_get_num_threads(), few = 12 * threads * WIDE;
+    const int size = threads == 1 ? panels : (1 + panels / few) * WIDE;
+    const int large = threads == 1 ? 1 : panels > 2 * threads ? (panels - 2 * threads) / size : 0;
+    return (Split){size, large, large + panels - large * size};
+}
+INLINE int first_panel(Split s, int i) { return i <= s.large ? i * s.size : s.large * s.size + i - s.large; }
+
+INLINE int chunks_of(long rows) { return (rows + ROWS - 1) / ROWS; }
+
+/* What a thread made of the inputs of a chunk of rows, for all matrices that take it alike. */
+typedef struct {
+    Operands o;
+    int kind, chunk; /* kind -1: nothing */
+} Made;
+enum { AS_THEY_ARE, SCALED, ROUNDED };
+
+static void make(Made *made, const Matrix *w, const float *x, size_t ldx, long rows, int chunk) {
+    const int kind = is_quantized(w->format) && w->int8_inputs ? ROUNDED : has_nibbles(w->format) ? SCALED : AS_THEY_ARE;
+    if (made->kind == kind && made->chunk == chunk) return;
+    const long begin = (long)chunk * ROWS, now = rows - begin < ROWS ? rows - begin : ROWS;
+    const size_t blocks = w->inputs / BLOCK;
+    *made = (Made){{.x = x + begin * ldx, .ldx = ldx, .ldt = blocks}, kind, chunk};
+    if (kind == AS_THEY_ARE) return;
+    const size_t of_row = w->inputs * (kind == ROUNDED ? 1 : sizeof(float)) + blocks * 3 * sizeof(float);
+    float *totals = scratch(0, ROWS * of_row), *scales = totals + ROWS * blocks, *sums = scales + ROWS * blocks;
+    float *inputs = sums + ROWS * blocks;
+    made->o.totals = totals;
+    made->o.ldx = w->inputs;
+    if (kind == ROUNDED) {
+        made->o.scales = scales, made->o.sums = (int32_t *)sums, made->o.integers = (int8_t *)inputs;
+        for (long r = 0; r < now; r++)
+            rounded(x + (begin + r) * ldx, w->inputs, (int8_t *)inputs + r * w->inputs, scales + r * blocks,
+                    totals + r * blocks, (int32_t *)sums + r * blocks);
+        return;
     }
-    for (int row = 0; row < rows; row += ROWS) {
-        int now = rows - row < ROWS ? rows - row : ROWS;
-        o.x = inputs ? inputs : x + row * ldx;
-        o.totals = totals;
-        for (int r = 0; totals && !made && r < now; r++) {
-            const float *from = x + (row + r) * ldx;
-            const size_t at = r * o.ldt;
-            if (int8) {
-                rounded(from, w->inputs, integers + (size_t)r * w->inputs, scales + at, totals + at, sums + at);
-                continue;
-            }
-            for (size_t b = 0; b < o.ldt; b++) {
-                vec sum = {0};
-                for (int i = 0; i < BLOCK; i += LANES) sum += load(from + b * BLOCK + i);
-                totals[at + b] = total(sum);
-            }
-            scaled(from, w->inputs, inputs + (size_t)r * w->inputs);
+    made->o.x = inputs;
+    for (long r = 0; r < now; r++) {
+        const float *from = x + (begin + r) * ldx;
+        for (size_t b = 0; b < blocks; b++) {
+            vec sum = {0};
+            for (int i = 0; i < BLOCK; i += LANES) sum += load(from + b * BLOCK + i);
+            totals[r * blocks + b] = total(sum);
         }
-        Result part = {to.y + row * to.ldy, to.residual ? to.residual + row * to.ldy : 0, to.ldy};
-        share(w, &o, now, part, begin, end);
+        scaled(from, w->inputs, inputs + r * w->inputs);
     }
+}
+
+/* Item i of y = x W^T + bias + residual. */
+static void item(const Matrix *w, Split split, int i, Made *made, const float *x, size_t ldx, long rows, Result to) {
+    const int chunk = i / split.items, part = i % split.items;
+    const long begin = (long)chunk * ROWS, now = rows - begin < ROWS ? rows - begin : ROWS;
+    make(made, w, x, ldx, rows, chunk);
+    Operands o = made->o;
+    o.stride = (size_t)(w->inputs / BLOCK) * block_bytes(w->format);
+    const Result here = {to.y + begin * to.ldy, to.residual ? to.residual + begin * to.ldy : 0, to.ldy};
+    share(w, &o, now, here, first_panel(split, part), first_panel(split, part + 1));
+}
+
+/* This thread's part of y = x W^T + bias + residual, which is the phase. */
+static Phase *product(Phase *phase, const Matrix *w, const float *x, long rows, Result to) {
+    const Split split = split_of(w->outputs);
+    const int items = chunks_of(rows) * split.items;
+    Made made = {.kind = -1};
+    EACH_ITEM(phase, i, items) item(w, split, i, &made, x, w->inputs, rows, to);
+    return over(phase, items);
 }
 
 /* y = x W^T + bias, [rows, outputs]. */
 void paceline_product(const Matrix *w, const float *x, long rows, float *y, int threads) {
+    Phase phase = {0};
 #pragma omp parallel num_threads(threads)
-    product(w, 0, x, w->inputs, rows, (Result){y, 0, w->outputs});
+    product(&phase, w, x, rows, (Result){y, 0, w->outputs});
 }
 
 /* Rows `indices` of the matrix itself, [count, inputs] in float32. */
@@ -656,26 +714,36 @@ static void norm(const float *x, const float *weight, float eps, int size, float
     for (int i = 0; i < size; i += LANES) store(y + i, load(x + i) * scale * load(weight + i));
 }
 
-/* norm(x) for whoever multiplies with it next: a few rows are quicker normed by every thread for itself than waited for. */
-static const float *normed(const float *x, const float *weight, float eps, int size, long rows, float *shared) {
-    if (rows <= SMALL) {
-        float *own = scratch(2, rows * size * sizeof(float));
-        for (long r = 0; r < rows; r++) norm(x + r * size, weight, eps, size, own + r * size);
-        return own;
-    }
-#pragma omp for schedule(static)
-    for (long r = 0; r < rows; r++) norm(x + r * size, weight, eps, size, shared + r * size);
-    return shared;
+/* Rows that are normed together, where every row is normed once. */
+#define NORMED 8
+
+/* A few rows are quicker normed by every thread for itself than waited for; more of them here, to `shared`. */
+static Phase *norm_many(Phase *phase, const float *x, const float *weight, float eps, int size, long rows, float *shared) {
+    if (rows <= SMALL) return phase;
+    const long items = (rows + NORMED - 1) / NORMED;
+    EACH_ITEM(phase, i, items)
+        for (long r = i * NORMED; r < rows && r < (i + 1) * NORMED; r++) norm(x + r * size, weight, eps, size, shared + r * size);
+    return over(phase, items);
 }
 
-/* x += norm(y); all threads wait for all rows. */
-static void add_normed(const float *y, const float *weight, float eps, int size, long rows, float *x) {
-#pragma omp for schedule(static)
-    for (long r = 0; r < rows; r++) {
-        float *own = scratch(2, size * sizeof(float));
-        norm(y + r * size, weight, eps, size, own);
-        for (int i = 0; i < size; i++) x[r * size + i] += own[i];
-    }
+/* norm(x) for whoever multiplies with it next: a thread's own where there are few rows. */
+static const float *normed(const float *x, const float *weight, float eps, int size, long rows, const float *shared) {
+    if (rows > SMALL) return shared;
+    float *own = scratch(2, rows * size * sizeof(float));
+    for (long r = 0; r < rows; r++) norm(x + r * size, weight, eps, size, own + r * size);
+    return own;
+}
+
+/* x += norm(y). */
+static Phase *add_normed(Phase *phase, const float *y, const float *weight, float eps, int size, long rows, float *x) {
+    const long items = (rows + NORMED - 1) / NORMED;
+    EACH_ITEM(phase, i, items)
+        for (long r = i * NORMED; r < rows && r < (i + 1) * NORMED; r++) {
+            float *own = scratch(2, size * sizeof(float));
+            norm(y + r * size, weight, eps, size, own);
+            for (int c = 0; c < size; c++) x[r * size + c] += own[c];
+        }
+    return over(phase, items);
 }
 
 INLINE vec tanh_of(vec x) { return 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f); }
@@ -699,33 +767,35 @@ typedef struct {
     int32_t activation;
 } MLP;
 
-/* x += post_norm(down(activation(gate(n)) * up(n))), n = norm(x). Threads may leave before all of x is there. `scratch`
- * holds rows * (2 hidden + 2 wide) numbers, wide being the outputs of gate and up. */
-static void mlp(const MLP *m, float *x, long rows, float *scratch) {
+/* x += post_norm(down(activation(gate(n)) * up(n))), n = norm(x). `scratch` holds rows * (2 hidden + 2 wide) numbers, wide
+ * being the outputs of gate and up. */
+static Phase *mlp(Phase *phase, const MLP *m, float *x, long rows, float *scratch) {
     const int hidden = m->gate.inputs, wide = m->down.inputs;
     float *after = scratch + rows * hidden, *gate = after + rows * hidden, *up = gate + rows * wide;
-    const float *n = normed(x, m->norm, m->eps, hidden, rows, scratch);
-    product(&m->gate, 0, n, hidden, rows, (Result){gate, 0, wide});
-    product(&m->up, &m->gate, n, hidden, rows, (Result){up, 0, wide});
-    /* Both products gave this thread the same columns, so nobody has to wait. */
-    const int thread = omp_get_thread_num(), threads = omp_get_num_threads(), panels = wide / PANEL;
-    const int begin = (long)panels * thread / threads * PANEL, end = (long)panels * (thread + 1) / threads * PANEL;
-    for (long r = 0; r < rows; r++)
-        for (int i = begin; i < end; i += LANES) {
-            float *at = gate + r * wide + i;
-            const vec in = load(at);
-            const vec out = m->activation == SILU ? activated(SILU, in)
-                : m->activation == GELU_TANH ? activated(GELU_TANH, in) : activated(GELU, in);
-            store(at, out * load(up + r * wide + i));
-        }
-#pragma omp barrier
-    if (!m->post_norm) {
-        product(&m->down, 0, gate, wide, rows, (Result){x, x, hidden});
-        return;
+    phase = norm_many(phase, x, m->norm, m->eps, hidden, rows, scratch);
+    const Split split = split_of(wide);
+    const int items = chunks_of(rows) * split.items;
+    const float *n = 0;
+    Made made = {.kind = -1};
+    EACH_ITEM(phase, i, items) {
+        if (!n) n = normed(x, m->norm, m->eps, hidden, rows, scratch);
+        item(&m->gate, split, i, &made, n, hidden, rows, (Result){gate, 0, wide});
+        item(&m->up, split, i, &made, n, hidden, rows, (Result){up, 0, wide});
+        const long begin = i / split.items * ROWS, end = rows < begin + ROWS ? rows : begin + ROWS;
+        const int low = first_panel(split, i % split.items) * PANEL, high = first_panel(split, i % split.items + 1) * PANEL;
+        for (long r = begin; r < end; r++)
+            for (int c = low; c < high; c += LANES) {
+                float *at = gate + r * wide + c;
+                const vec in = load(at);
+                const vec out = m->activation == SILU ? activated(SILU, in)
+                    : m->activation == GELU_TANH ? activated(GELU_TANH, in) : activated(GELU, in);
+                store(at, out * load(up + r * wide + c));
+            }
     }
-    product(&m->down, 0, gate, wide, rows, (Result){after, 0, hidden});
-#pragma omp barrier
-    add_normed(after, m->post_norm, m->eps, hidden, rows, x);
+    phase = over(phase, items);
+    if (!m->post_norm) return product(phase, &m->down, gate, rows, (Result){x, x, hidden});
+    phase = product(phase, &m->down, gate, rows, (Result){after, 0, hidden});
+    return add_normed(phase, after, m->post_norm, m->eps, hidden, rows, x);
 }
 
 typedef struct {
@@ -921,60 +991,90 @@ typedef struct {
     int32_t count;
 } Places;
 
-/* x += post_norm(output(attention)), every chunk over its own slot, whose keys and values are written first. Threads may
- * leave before all of x is there. `scratch` holds rows * (2 hidden + 2 q + k + v) numbers. */
-static void attention(const Attention *a, const Cache *cache, const Places *places, float *x, long rows, float *scratch) {
+/* Query heads of tokens that attend together: an item. */
+INLINE int together_of(const Chunk *chunk) { return chunk->tokens > TOGETHER ? TOGETHER : 4; }
+
+/* Rows are placed by one thread where they are few. */
+INLINE long placed_together(long rows) { return rows <= SMALL ? SMALL : 16; }
+
+/* q, k and v of one row in their places: normed, rotated, and keys and values in the cache. */
+static void place_row(const Attention *a, const Cache *cache, const Places *places, const Chunk *chunk, int t, long row,
+                      float *q, float *k, const float *v) {
+    const int size = a->head_dim, heads = a->q.outputs / size, kv_heads = a->k.outputs / size;
+    const float *cosines = places->cos ? places->cos + row * size : 0, *sines = places->cos ? places->sin + row * size : 0;
+    for (int h = 0; h < heads; h++) placed(a, q + row * a->q.outputs + h * size, a->q_norm, cosines, sines);
+    for (int h = 0; h < kv_heads; h++) {
+        const long at = (((long)chunk->slot * kv_heads + h) * cache->capacity + chunk->start + t) * size;
+        float *key = k + row * a->k.outputs + h * size;
+        placed(a, key, a->k_norm, cosines, sines);
+        store_position(cache, cache->keys, at, key, size);
+        store_position(cache, cache->values, at, v + row * a->v.outputs + h * size, size);
+    }
+}
+
+/* x += post_norm(output(attention)), every chunk over its own slot, whose keys and values are written first. `scratch`
+ * holds rows * (2 hidden + 2 q + k + v) numbers. */
+static Phase *attention(Phase *phase, const Attention *a, const Cache *cache, const Places *places, float *x, long rows,
+                        float *scratch) {
     const int hidden = a->output.outputs, inputs = a->q.inputs, size = a->head_dim, heads = a->q.outputs / size, kv_heads = a->k.outputs / size;
     const int q_size = a->q.outputs, kv_size = a->k.outputs;
     float *after = scratch + rows * hidden, *q = after + rows * hidden, *mixed = q + rows * q_size;
     float *k = mixed + rows * q_size, *v = k + rows * kv_size;
-    const float *n = places->inputs ? places->inputs : normed(x, a->norm, a->eps, hidden, rows, scratch);
-    product(&a->q, 0, n, inputs, rows, (Result){q, 0, q_size});
-    product(&a->k, &a->q, n, inputs, rows, (Result){k, 0, kv_size});
-    product(&a->v, &a->k, n, inputs, rows, (Result){v, 0, kv_size});
-#pragma omp barrier
+
+    /* 1. q, k and v, one after the other. */
+    if (!places->inputs) phase = norm_many(phase, x, a->norm, a->eps, hidden, rows, scratch);
+    const Matrix *matrices[] = {&a->q, &a->k, &a->v};
+    const Result results[] = {{q, 0, q_size}, {k, 0, kv_size}, {v, 0, kv_size}};
+    const Split splits[] = {split_of(q_size), split_of(kv_size), split_of(kv_size)};
+    const int of_chunk = splits[0].items + splits[1].items + splits[2].items;
+    long items = (long)chunks_of(rows) * of_chunk;
+    const float *n = places->inputs;
+    Made made = {.kind = -1};
+    EACH_ITEM(phase, i, items) {
+        if (!n) n = normed(x, a->norm, a->eps, hidden, rows, scratch);
+        int which = 0, part = i % of_chunk;
+        while (part >= splits[which].items) part -= splits[which++].items;
+        const int at = i / of_chunk * splits[which].items + part;
+        item(matrices[which], splits[which], at, &made, n, inputs, rows, results[which]);
+    }
+    phase = over(phase, items);
+
+    /* 2. In their places. */
     const Chunk *end = places->chunks + places->count;
-    long row = 0;
-    for (const Chunk *chunk = places->chunks; chunk < end; row += chunk++->tokens) {
-        const int units = chunk->tokens * (heads + kv_heads);
-#pragma omp for schedule(static) nowait
-        for (int unit = 0; unit < units; unit++) {
-            const int t = unit / (heads + kv_heads), h = unit % (heads + kv_heads) - heads;
-            const float *cosines = places->cos ? places->cos + (row + t) * size : 0;
-            const float *sines = places->cos ? places->sin + (row + t) * size : 0;
-            if (h < 0) {
-                placed(a, q + (row + t) * q_size + (h + heads) * size, a->q_norm, cosines, sines);
-                continue;
-            }
-            const long at = (((long)chunk->slot * kv_heads + h) * cache->capacity + chunk->start + t) * size;
-            float *key = k + (row + t) * kv_size + h * size;
-            placed(a, key, a->k_norm, cosines, sines);
-            store_position(cache, cache->keys, at, key, size);
-            store_position(cache, cache->values, at, v + (row + t) * kv_size + h * size, size);
+    const long placed_rows = placed_together(rows);
+    items = (rows + placed_rows - 1) / placed_rows;
+    EACH_ITEM(phase, i, items) {
+        long row = 0;
+        for (const Chunk *chunk = places->chunks; chunk < end; row += chunk++->tokens)
+            for (int t = 0; t < chunk->tokens; t++)
+                if ((row + t) / placed_rows == i) place_row(a, cache, places, chunk, t, row + t, q, k, v);
+    }
+    phase = over(phase, items);
+
+    /* 3. Attention. */
+    items = 0;
+    for (const Chunk *chunk = places->chunks; chunk < end; chunk++)
+        items += (chunk->tokens + together_of(chunk) - 1) / together_of(chunk) * heads;
+    EACH_ITEM(phase, i, items) {
+        const Chunk *chunk = places->chunks;
+        long row = 0, unit = i;
+        for (;; row += chunk++->tokens) {
+            const long units = (chunk->tokens + together_of(chunk) - 1) / together_of(chunk) * heads;
+            if (unit < units) break;
+            unit -= units;
         }
+        const int together = together_of(chunk), h = unit % heads, t = unit / heads * together;
+        const int tokens = chunk->tokens - t < together ? chunk->tokens - t : together;
+        const long head_at = ((long)chunk->slot * kv_heads + h / (heads / kv_heads)) * cache->capacity * size;
+        const long at = (row + t) * q_size + h * size;
+        attend(a, cache, head_at, q + at, mixed + at, q_size, chunk->start + t, tokens, chunk->window);
     }
-#pragma omp barrier
-    row = 0;
-    for (const Chunk *chunk = places->chunks; chunk < end; row += chunk++->tokens) {
-        const int together = chunk->tokens > TOGETHER ? TOGETHER : 4;
-        const int parts = (chunk->tokens + together - 1) / together;
-#pragma omp for schedule(dynamic) nowait
-        for (int unit = 0; unit < parts * heads; unit++) {
-            const int h = unit % heads, t = unit / heads * together;
-            const int tokens = chunk->tokens - t < together ? chunk->tokens - t : together;
-            const long head_at = ((long)chunk->slot * kv_heads + h / (heads / kv_heads)) * cache->capacity * size;
-            const long at = (row + t) * q_size + h * size;
-            attend(a, cache, head_at, q + at, mixed + at, q_size, chunk->start + t, tokens, chunk->window);
-        }
-    }
-#pragma omp barrier
-    if (!a->post_norm) {
-        product(&a->output, 0, mixed, q_size, rows, (Result){x, x, hidden});
-        return;
-    }
-    product(&a->output, 0, mixed, q_size, rows, (Result){after, 0, hidden});
-#pragma omp barrier
-    add_normed(after, a->post_norm, a->eps, hidden, rows, x);
+    phase = over(phase, items);
+
+    /* 4. Back into x. */
+    if (!a->post_norm) return product(phase, &a->output, mixed, rows, (Result){x, x, hidden});
+    phase = product(phase, &a->output, mixed, rows, (Result){after, 0, hidden});
+    return add_normed(phase, after, a->post_norm, a->eps, hidden, rows, x);
 }
 
 typedef struct {
@@ -983,24 +1083,29 @@ typedef struct {
     int32_t kind; /* which of the pass's places hold for it: layers differ in window and rotation */
 } Layer;
 
+/* At most, of a layer. */
+#define PHASES 10
+
 /* x, [rows, hidden], through `count` layers with their caches and, where it is given, the norm behind the last.
  * `scratch` is what the hungrier of attention and mlp needs. */
 void paceline_layers(const Layer *layers, const Cache *caches, long count, const Places *kinds, const float *last_norm,
                      float *x, long rows, float *scratch, int threads) {
+    const size_t bytes = (PHASES * count + 1) * sizeof(Phase);
+    Phase *phases = aligned_alloc(_Alignof(Phase), bytes);
+    memset(phases, 0, bytes);
 #pragma omp parallel num_threads(threads)
     {
+        Phase *phase = phases;
         for (long i = 0; i < count; i++) {
-            attention(&layers[i].attention, caches + i, kinds + layers[i].kind, x, rows, scratch);
-#pragma omp barrier
-            mlp(&layers[i].mlp, x, rows, scratch);
-#pragma omp barrier
+            phase = attention(phase, &layers[i].attention, caches + i, kinds + layers[i].kind, x, rows, scratch);
+            phase = mlp(phase, &layers[i].mlp, x, rows, scratch);
         }
         if (last_norm) {
             const int hidden = layers->mlp.gate.inputs;
-#pragma omp for schedule(static)
-            for (long r = 0; r < rows; r++) norm(x + r * hidden, last_norm, layers->mlp.eps, hidden, x + r * hidden);
+            EACH_ITEM(phase, r, rows) norm(x + r * hidden, last_norm, layers->mlp.eps, hidden, x + r * hidden);
         }
     }
+    free(phases);
 }
 
 /* The norm of each row of x, [rows, size], for what stands outside of the layers. */

@@ -73,12 +73,13 @@ def test_measured_costs_are_the_true_ones(monkeypatch: pytest.MonkeyPatch) -> No
     costs = measure(
         target,
         lambda slots, capacity: SlowDraft(8),
-        slots=4,
-        contexts=(20, 120),
+        batches=(2, 4),
+        contexts=(20, 60, 120),
         advance=lambda: ticks.append(None),
     )
     assert len(ticks) == SERIES
-    assert costs.rows == (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 36)
+    assert costs.rows == (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 18, 36)
+    assert costs.batches == (1, 2, 4)
     for rows in (1, 5, 9, 24, 36):
         assert costs.round(rows, 0) == pytest.approx(5e-3 + ROW_S * rows, rel=0.1)
     assert costs.round(9, 300) - costs.round(9, 0) == pytest.approx(300 * 9 * CONTEXT_S, rel=0.15)
@@ -89,7 +90,7 @@ def test_measured_costs_are_the_true_ones(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_short_context_is_measured_as_far_as_it_goes() -> None:
-    costs = measure(TableModel(Table(4, 1, seed=0), context=24), lambda slots, capacity: NgramProposer(4), slots=2)
+    costs = measure(TableModel(Table(4, 1, seed=0), context=24), lambda slots, capacity: NgramProposer(4), batches=(2,))
     assert len(costs.rows) == len(costs.round_s) == len(costs.context_s)
     assert all(0 < s < 1 for s in costs.round_s)
 
@@ -128,8 +129,8 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The slots of every measurement that is made, none of which is made in earnest."""
     found: list[int] = []
 
-    def pretend(target: object, new_proposer: object, *, slots: int) -> Costs:
-        found.append(slots)
+    def pretend(target: object, new_proposer: object, *, batches: tuple[int, int]) -> Costs:
+        found.append(batches[1])
         return COSTS
 
     monkeypatch.setattr(engine, "measure", pretend)
