@@ -24,6 +24,7 @@ FORMATS = {
     "float16": ["--dtype", "float16"],
     "q8_0": ["--quantize", "q8_0"],
     "as the file": [],
+    "as the file, int8": ["--activations", "int8"],
 }
 RULES = ("token", "block", "coupled")
 
@@ -32,6 +33,7 @@ def main(
     out: Path,
     target: str = "smollm2-135m",
     draft: Annotated[list[str] | None, typer.Option(help="One or several; ngram if none is given.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="As for `paceline audit`.")] = None,
     contexts: int = 1000,
     trials: int = 10,
     draft_tokens: int = 4,
@@ -44,10 +46,11 @@ def main(
     wanted = list(itertools.product(draft or ["ngram"], formats.split(","), rules.split(",")))
 
     def certify(name: str, form: str, rule: str) -> dict[str, Any]:
-        folder = out / f"{Path(name).name}-{form.replace(' ', '-')}-{rule}"
+        folder = out / f"{Path(name).name}-{form.replace(',', '').replace(' ', '-')}-{rule}"
         command = [sys.executable, "-m", "paceline", "audit", target, "--draft", name, "--verify", rule]
         command += ["-k", str(draft_tokens), "--temperature", str(temperature), "--top-p", str(top_p)]
         command += ["--contexts", str(contexts), "--trials", str(trials), "--seed", "0"]
+        command += ["--prompts", str(prompts)] if prompts else []
         command += ["--threads", str(max(1, (os.cpu_count() or 1) // jobs)), *FORMATS[form], "--out", str(folder)]
         if not (folder / "certificate.json").exists():
             folder.mkdir(parents=True, exist_ok=True)

@@ -362,7 +362,7 @@ INLINE void block_dots(int format, int rows, const uint8_t *w, const int8_t *x, 
         UNROLL for (int v = 0; v < VECS; v++) part[v] = words(w, 0, v) & 0x0f0f0f0f;
         EACH_SUM {
             pairs[r][v] += (shorts)PAIRS(part[v], FOUR_INPUTS(r, k));
-            __asm__("" : "+x"(pairs[r][v]));
+            __asm__("" : "+x"(pairs[r][v])); /* added now, not together with what is behind: that takes more registers */
         }
         UNROLL for (int v = 0; v < VECS; v++) part[v] = words(w, 0, v) >> 4 & 0x0f0f0f0f;
         EACH_SUM pairs[r][v] += (shorts)PAIRS(part[v], FOUR_INPUTS(r, k + 4));
