@@ -139,7 +139,7 @@ def measure(
 
     first, last = (_slope([(r.mean_context, r.timed[k].rest_s) for r in (alone, *behind)]) for k in (0, MAX_DRAFT))
     slopes = (max(0.0, first), max(0.0, first, last))  # a row more never makes the context cheaper
-    measured = {}
+    measured: dict[int, tuple[float, float]] = {}
     for n in reversed(several):  # what a few rows cost is known best from few sequences
         measured |= {n * (k + 1): (t.rest_s, together[n].mean_context) for k, t in together[n].timed.items()}
     measured |= {k + 1: (timed.rest_s, alone.mean_context) for k, timed in alone.timed.items()}
