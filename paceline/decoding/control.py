@@ -106,9 +106,12 @@ class Costs:
 
 
 def between(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
-    """Linear between the measured points; beyond the last one as between the last two."""
+    """Linear between the measured points; beyond the last one as from the first to the last, since two that lie close
+    together may differ by nothing but noise."""
     if len(xs) == 1:
         return ys[0] * x / xs[0]
+    if x > xs[-1]:
+        return ys[-1] + (x - xs[-1]) * (ys[-1] - ys[0]) / (xs[-1] - xs[0])
     at = min(max(bisect_right(xs, x) - 1, 0), len(xs) - 2)
     share = (x - xs[at]) / (xs[at + 1] - xs[at])
     return ys[at] + share * (ys[at + 1] - ys[at])

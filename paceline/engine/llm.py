@@ -283,9 +283,9 @@ class LLM:
         if self._profile is None:
             file = self.profile_file
             found = Profile.load(file) if file else None
-            if found is None:
-                say("measuring what a round costs on this machine, once")
-                found = Profile(self.measure())
+            if found is None or found.costs.batches[-1] < self._max_num_seqs:
+                say(f"measuring what a round of up to {self._max_num_seqs} sequences costs on this machine, once")
+                found = Profile(self.measure(), found.acceptance if found else {})
                 if file:
                     found.save(file)
             self.use(found)

@@ -149,6 +149,8 @@ def measure(
     for m, of_context in zip(rows, context_s, strict=True):
         rest_s, met = measured[m]
         round_s.append(max(rest_s - of_context * met, rest_s / 2))  # noise in the slope shall not eat up the rest
+    # Noise only adds, and fewer rows never take longer.
+    round_s = np.minimum.accumulate(round_s[::-1])[::-1].tolist()
     return Costs(
         rows=rows,
         round_s=tuple(round_s),

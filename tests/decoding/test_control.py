@@ -217,6 +217,7 @@ def test_acceptance_counts_what_was_reached() -> None:
 def test_costs_between_and_beyond_what_was_measured() -> None:
     assert [between((1, 3), (10.0, 20.0), x) for x in (1, 2, 3, 5)] == [10, 15, 20, 30]
     assert between((1,), (4.0,), 3) == 12
+    assert between((1, 8, 9), (4.0, 21.0, 20.0), 17) == 36, "noise between the last two does not make more rows cheaper"
     of = Costs(
         rows=(1, 9), round_s=(1.0, 2.0), context_s=(0.0, 0.0), batches=(1, 4), draft_s=((0, 1), (0, 3)), read_s=0
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,7 +132,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def pretend(target: object, new_proposer: object, *, batches: tuple[int, int]) -> Costs:
         found.append(batches[1])
-        return COSTS
+        return replace(COSTS, batches=batches, draft_s=COSTS.draft_s * len(batches))
 
     monkeypatch.setattr(engine, "measure", pretend)
     return found
@@ -155,9 +156,27 @@ def test_costs_are_measured_once_for_each_setting(tmp_path: Path, measured: list
     LLM(folder, "ngram", kv_cache_dtype="float16").profile(said.append)
     assert measured == [3, 8]
     assert len(said) == 1
+    LLM(folder, "ngram", max_num_seqs=2).profile(said.append)
+    assert measured == [3, 8], "what is known of three sequences is enough for two"
     LLM(folder, None).generate("The quick", params)
     LLM(folder, "ngram", draft_tokens=2).generate("The quick", params)
     assert measured == [3, 8], "nothing is measured where nothing depends on it"
+
+
+def test_costs_are_measured_again_for_more_sequences(tmp_path: Path, measured: list[int]) -> None:
+    words = tiny.tokenizer()
+    folder = tmp_path / "model"
+    tiny.llama(len(words)).save_pretrained(folder)
+    words.save_pretrained(folder)
+    few = LLM(folder, "ngram", max_num_seqs=2)
+    few.profile()
+    assert few.profile_file
+    Profile(few.profile().costs, {"ngram 4": (0.5, 0.25)}).save(few.profile_file)
+    many = LLM(folder, "ngram", max_num_seqs=9)
+    assert many.profile().costs.batches == (1, 9)
+    assert many.profile().acceptance == {"ngram 4": (0.5, 0.25)}, "what was accepted still holds"
+    assert LLM(folder, "ngram", max_num_seqs=9).profile() == many.profile()
+    assert measured == [2, 9]
 
 
 def test_models_in_memory_are_measured_for_themselves(measured: list[int]) -> None:
