@@ -1,4 +1,4 @@
-"""Is `draft_tokens="auto"` never slower where many sequences share a pass? Sampled, with and without seeds of one's own.
+"""Is `draft_tokens="auto"` never slower where many sequences share a pass? Sampled, with seeds of one's own and without.
 
     python benchmarks/batched.py HumanEval.jsonl.gz --batch 16 --repeats 3
 
