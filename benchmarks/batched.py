@@ -1,4 +1,4 @@
-"""Is `draft_tokens="auto"` never slower where many sequences share a pass? Sampled, with seeds of one's own and without.
+"""Is `draft_tokens="auto"` never slower where many sequences share a pass? Sampled, with seeds of one's own or not.
 
     python benchmarks/batched.py HumanEval.jsonl.gz --batch 16 --repeats 3
 
