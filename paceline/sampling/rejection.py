@@ -59,7 +59,7 @@ def decide(p_S: Sequence[Distribution], draft: Draft, uniforms_K: npt.NDArray[np
 
     `p_S` are the target's distributions. Token t stands iff all before it do and u_t is below its threshold.
     """
-    accepted = int((uniforms_K < thresholds(p_S, draft)).cumprod().sum())
+    accepted = int((uniforms_K < thresholds(p_S, draft)).cumprod().sum()) if draft.tokens else 0
     return accepted, residual(p_S[accepted], draft, accepted)
 
 
@@ -74,6 +74,8 @@ def accept_uniforms(draft: Draft, stream: Stream, anchor: int) -> npt.NDArray[np
 
 
 def next_token(rest: Distribution, stream: Stream, anchor: int, accepted: int) -> int:
+    if rest.ids is not None and len(rest.ids) == 1:  # whatever the number is
+        return int(rest.ids[0])
     return inverse_cdf(rest, stream.uniform(Purpose.NEXT, anchor + accepted, anchor))
 
 
