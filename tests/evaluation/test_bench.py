@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline import LLM
-from paceline.evaluation import bench
+from paceline.evaluation import bench, command
 from paceline.evaluation.bench import chosen, fitting, measure, round_lengths, score, seed_of, with_samples
 from paceline.evaluation.command import measured
 from paceline.evaluation.record import RunFolder, read_lines
@@ -118,6 +118,24 @@ def test_a_run_that_is_interrupted_again_and_again_ends_the_same(whole: Path, ll
             continue
         break
     assert without_times(tmp_path) == without_times(whole)
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+def test_after_an_interruption_there_are_tables_of_what_is_done(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+) -> None:
+    def interrupted(work: Sequence[Any], description: str) -> Iterator[Any]:
+        yield from work[:parts]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "track", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        measured(task(), tmp_path, llm, {}, **ASKED)
+    table = tmp_path / "table.md"
+    assert table.exists() == bool(parts), "of nothing there is no table"
+    if parts:
+        assert "2 of 4 items timed, 0 scored" in table.read_text()
+        assert "1 of 4 items timed" in table.read_text()
 
 
 def test_a_finished_run_measures_nothing_again(whole: Path, llm: LLM) -> None:
