@@ -84,9 +84,7 @@ class TargetOptions:
     ] = None
     activations: Annotated[
         Literal["auto", "int8"],
-        _model(
-            "int8: what matrices in blocks multiply is rounded to 8 bits, about twice as fast on a CPU. Another target."
-        ),
+        _model("int8: what matrices in blocks multiply is rounded to 8 bits. Faster on a CPU, and another target."),
     ] = "auto"
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "float16"],

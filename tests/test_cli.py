@@ -116,7 +116,7 @@ def asked_of(llm: LLM, text: str, params: SamplingParams = GREEDY) -> Completion
 
 # ---- the interface ----
 
-TARGET = "--model --dtype --quantize --kv-cache-dtype --compile --device --threads"
+TARGET = "--model --dtype --quantize --activations --kv-cache-dtype --compile --device --threads"
 MODEL = f"{TARGET} --draft --draft-tokens -k --draft-p-min --verify"
 SAMPLING = (
     "--temperature --top-p --top-k --min-p --repetition-penalty --presence-penalty --frequency-penalty --seed --stop"
@@ -130,7 +130,7 @@ FROZEN = {
     " --cache-features --steps --tokens --epochs --loss --lr --unroll --tokens-per-batch --batches-per-step"
     " --gradient-checkpointing --seed --start --temperature --top-p --device --threads",
     "export": "draft --format --out --target",
-    "audit": "target --prompts --chat --raw --out --contexts --rounds --alarm --batch --engine --server"
+    "audit": "target --prompts --chat --raw --out --contexts --trials --alarm --batch --engine --server"
     f" {MODEL} {SAMPLING}",
     "pull": "name",
     "info": "model --draft --json",
@@ -310,10 +310,15 @@ def test_every_model_flag_arrives(monkeypatch: pytest.MonkeyPatch, model: str, d
         "device": "cpu",
         "threads": 1,
     }
-    others = {"quantize": None, "kv_cache_dtype": "auto", "compile": False, "max_num_seqs": 8}
+    others = {"quantize": None, "activations": "auto", "kv_cache_dtype": "auto", "compile": False, "max_num_seqs": 8}
     assert seen == [((model, draft), options | others)]
     run("generate", "go", "--model", model, "--draft", "none", "--quantize", "q8_0", "--max-tokens", "2")
     assert (seen[1][0], seen[1][1]["quantize"]) == ((model, None), "q8_0")
+    rounded = run(
+        "generate", "go", "--model", model, "--quantize", "q8_0", "--activations", "int8", "--max-tokens", "2"
+    )
+    assert seen[2][1]["activations"] == "int8"
+    assert "multiply is rounded to int8; 'lossless' means: against this" in " ".join(rounded.stderr.split())
 
 
 def test_several_prompts_are_written_under_their_headings(model: str, llm: LLM) -> None:

@@ -124,6 +124,10 @@ def load(
         raise ValueError(f"kv_cache_dtype {kv_cache_dtype!r} is unknown: choose auto, float32 or float16.")
     if activations not in ("auto", "int8"):
         raise ValueError(f"activations {activations!r} is unknown: choose auto or int8.")
+    if activations == "int8" and place.type != "cpu":
+        raise ValueError(f"activations='int8' is for CPUs and the device is {place}: give device='cpu', or drop it.")
+    if activations == "int8" and slow:
+        raise ValueError(f"activations='int8' needs the CPU kernels. {slow} Mend that, or drop activations.")
     if compile and place.type != "cuda":
         raise ValueError(f"compile=True is for CUDA and the device is {place}: drop it.")
     wish = Wish(dtype=dtype, quantize=quantize, packed=place.type == "cpu" and not slow)

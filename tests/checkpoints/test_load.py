@@ -26,6 +26,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import quantize
 from safetensors.torch import load_file, save_file
 
+import paceline.kernels as kernels
 from paceline.checkpoints import folder as folders
 from paceline.checkpoints.gguf_file import read_config, read_gguf, read_tensors
 from paceline.checkpoints.load import Checkpoint, Inspection, inspect, load
@@ -322,6 +323,28 @@ def test_other_devices_run_in_one_type(
     assert {(matrix.dtype, matrix.device.type) for matrix in matrices} == {(getattr(torch, dtype), "meta")}
     with pytest.raises(ValueError, match=r"quantize='q8_0' is for CPUs and the device is meta: give device='cpu'"):
         load(str(path), device="meta", quantize="q8_0")
+    with pytest.raises(ValueError, match=r"activations='int8' is for CPUs and the device is meta: give device='cpu'"):
+        load(str(path), device="meta", activations="int8")
+
+
+@needs_kernels
+def test_int8_activations_are_told_of_also_where_they_change_nothing(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "x.gguf", vocab=300, tokenizer=byte_tokenizer)
+    floats = load(str(path), device="cpu", activations="int8")
+    assert "No matrix is in blocks here, so activations='int8' changes nothing" in floats.notes[-1]
+    blocks = load(str(path), device="cpu", activations="int8", quantize="q8_0")
+    assert "What 7 matrices in blocks multiply is rounded to int8" in blocks.notes[-1]
+    own, quantized = (load(str(path), device="cpu", quantize=q).model for q in (None, "q8_0"))
+    assert torch.equal(logits(floats.model, IDS), logits(own, IDS))
+    assert not torch.equal(logits(blocks.model, IDS), logits(quantized, IDS))
+    torch.testing.assert_close(logits(blocks.model, IDS), logits(quantized, IDS), atol=0.1, rtol=0)
+
+
+def test_int8_activations_need_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_llama(tmp_path / "x.gguf", vocab=300, tokenizer=byte_tokenizer)
+    monkeypatch.setattr(kernels, "notice", lambda: "No compiler.")
+    with pytest.raises(ValueError, match=r"activations='int8' needs the CPU kernels\. No compiler\. Mend that"):
+        load(str(path), device="cpu", activations="int8")
 
 
 @pytest.mark.usefixtures("handed")
@@ -504,6 +527,8 @@ def test_other_architectures_run_by_transformers(tmp_path: Path) -> None:
     for ask in (load, inspect):
         with pytest.raises(ValueError, match=r"gpt2 is run by transformers.*only our own quantizes: drop quantize"):
             ask(str(folder), quantize="q8_0")
+    with pytest.raises(ValueError, match="is run by transformers, in its own way"):
+        load(str(folder), activations="int8")
 
 
 def test_code_of_the_checkpoint_is_never_run(tmp_path: Path) -> None:
@@ -574,6 +599,7 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
         ({"dtype": "int8"}, "dtype 'int8' is unknown: choose auto, float32, bfloat16, float16"),
         ({"quantize": "q4_0"}, "quantize 'q4_0' is unknown: choose q8_0, or leave it out"),
         ({"quantize": "q8_0", "dtype": "float32"}, "quantize='q8_0' and dtype='float32' ask for two formats"),
+        ({"activations": "int4"}, "activations 'int4' is unknown: choose auto or int8"),
         ({"device": "abacus"}, "device 'abacus' is not to be had here"),
         ({"device": "cuda:99"}, "device 'cuda:99' is not to be had here"),
     ],
