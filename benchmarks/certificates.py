@@ -2,7 +2,7 @@
 
 Each certificate is a process of `paceline audit` with a folder of its own under OUT; one that is there already is only
 read. With `--jobs N` so many run at once and share the processors: sampling is Python, which uses one. The table goes
-to OUT/certificates.md.
+to OUT/certificates.md. A format that a file has itself, such as Q8_0: `--target FILE --formats "as the file"`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ FORMATS = {
     "float32": ["--dtype", "float32"],
     "bfloat16": ["--dtype", "bfloat16"],
     "float16": ["--dtype", "float16"],
-    "q8_0": ["--quantize", "q8_0"],
     "as the file": [],
     "as the file, int8": ["--activations", "int8"],
 }
