@@ -292,9 +292,10 @@ class LLM:
         assert self._profile is not None
         return self._profile
 
-    def measure(self, **how: Any) -> Costs:
-        """What rounds cost here with up to `max_num_seqs` sequences at once; `how` is of `engine.profile.measure`."""
-        return measure(self.target, self._new_proposer, **{"batches": (1, self._max_num_seqs), **how})
+    def measure(self, batches: Sequence[int] = (), **how: Any) -> Costs:
+        """What rounds cost here with one sequence, `max_num_seqs` and `batches` at once; `how` is of
+        `engine.profile.measure`."""
+        return measure(self.target, self._new_proposer, batches=(1, *batches, self._max_num_seqs), **how)
 
     def use(self, profile: Profile) -> None:
         """Choose K by this profile from now on."""

@@ -119,7 +119,7 @@ def tune(
     """
     batches = sorted({1, *batches})
     for draft in drafts:
-        drafting = llm.with_draft(draft, max_num_seqs=batches[-1])
+        drafting = llm.with_draft(draft)
         advance = track(SERIES, f"{draft}: what rounds cost")
         longest = max(2 * SHORT, min(LONGEST, max(map(len, prompts)) + (params.max_tokens or LONG) // 2))
         contexts = (SHORT, (SHORT + longest) // 2, longest)

@@ -273,7 +273,7 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
 
 /* A row with each block of 32 inputs as integers from -127 to 127 times a scale, the largest input over 127, rounded to
  * even; totals are those of what is left. As every format of weights is made of small integers too, their products are
- * exact, and one instruction adds up four of them. A row that is not finite makes its scales and thereby all its results
+ * exact, and one instruction adds up two or four of them. A row that is not finite makes its scales and thereby all its results
  * NaN. */
 static void rounded(const float *x, int size, int8_t *to, float *scales, float *totals, int32_t *sums) {
     const float magic = 0x1.8p23f; /* leaves the integer in the lowest bits */
@@ -300,7 +300,7 @@ static void rounded(const float *x, int size, int8_t *to, float *scales, float *
     }
 }
 
-/* Whether words of unsigned bytes can be multiplied with words of signed ones, the four products added to a sum. */
+/* sum + the four products of words of unsigned bytes with words of signed ones, where there is an instruction for it. */
 #if defined(__AVX512VNNI__) && LANES == 16
 #define DOT(sum, w, x) (ivec)_mm512_dpbusd_epi32((__m512i)(sum), (__m512i)(w), (__m512i)(x))
 #elif defined(__AVXVNNI__) && LANES == 8

@@ -131,7 +131,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     def pretend(target: object, new_proposer: object, *, batches: tuple[int, int]) -> Costs:
-        found.append(batches[1])
+        found.append(batches[-1])
         return replace(COSTS, batches=batches, draft_s=COSTS.draft_s * len(batches))
 
     monkeypatch.setattr(engine, "measure", pretend)

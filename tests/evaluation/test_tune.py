@@ -132,7 +132,7 @@ def test_a_draft_that_is_always_right_pays_and_one_that_costs_as_much_does_not_l
     kept = Profile.load(Path(own.kept_in))
     assert kept is not None
     assert kept.costs == own.costs
-    again = LLM(model, model, max_num_seqs=2)
+    again = LLM(model, model)
     assert again.profile() == kept, "found by who runs the same"
     assert kept.acceptance["draft"][0] > 0.8, "all was accepted, whether auto thinks that it pays or not"
 

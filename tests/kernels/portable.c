@@ -37,8 +37,11 @@ static int product_faults(int format, int int8_inputs) {
         float scale, total;
         int32_t sum;
         rounded(x + i, BLOCK, integers, &scale, &total, &sum);
-        for (int k = 0; k < BLOCK; k++) worst_rounding = fmax(worst_rounding, fabs(scale * integers[k] - x[i + k]) / scale);
-        for (int k = 0; k < BLOCK; k++) kept[i + k] = scale * integers[k];
+        for (int k = 0; k < BLOCK; k++) {
+            kept[i + k] = scale * integers[k];
+            const double step = fabs(kept[i + k] - x[i + k]) / scale;
+            if (step > worst_rounding) worst_rounding = step; /* with fmax, gcc 12 for Arm ends in an error of its own */
+        }
     }
     double worst = 0, largest = 0;
     int variant = 0;
