@@ -1,7 +1,7 @@
 """Products of a few rows with packed weights on the CPU, compiled for this machine; what the rest may use of them."""
 
 from paceline.kernels.build import available, notice
-from paceline.kernels.matrix import Matrix
+from paceline.kernels.matrix import Matrix, in_large_pages
 from paceline.kernels.ops import (
     MLP,
     Attention,
@@ -28,6 +28,7 @@ __all__ = [
     "available",
     "can_attend",
     "can_halve",
+    "in_large_pages",
     "norm",
     "notice",
     "product",

@@ -7,6 +7,8 @@ Shapes: O outputs, I inputs, P panels of 16 outputs, B = I / 32 blocks.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,6 +111,19 @@ class Matrix:
         else:
             weights = integers * scales[..., :1] + scales[..., 1:]
         return weights.flatten(2).flatten(0, 1)
+
+
+def in_large_pages(size: int) -> torch.Tensor:
+    """[size] bytes, in pages of megabytes where the system has them: of small ones a pass reads tens of thousands, and
+    their addresses push all others out of the processor's tables."""
+    large = 2 << 20
+    held = mmap.mmap(-1, size + large)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system built without them
+            held.madvise(mmap.MADV_HUGEPAGE)
+    bytes_B = torch.frombuffer(held, dtype=torch.uint8)
+    begin = -bytes_B.data_ptr() % large
+    return bytes_B[begin : begin + size]
 
 
 def rounded(x_NI: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,12 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 def product(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x W^T + bias: [N, O]. By the kernels where they are, by torch where not."""
-    return torch.ops.paceline.product(x_NI, matrix.data, bias, matrix.format, matrix.outputs, matrix.int8_inputs)
+    if torch.compiler.is_compiling():
+        found_NO: torch.Tensor = torch.ops.paceline.product(
+            x_NI, matrix.data, bias, matrix.format, matrix.outputs, matrix.int8_inputs
+        )
+        return found_NO
+    return _multiplied(x_NI, matrix, bias)  # through torch it takes 0.1 ms more, in cold caches
 
 
 def product_twin(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,12 +87,16 @@ def product_twin(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None =
 def _product(
     x_NI: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, format: str, outputs: int, int8_inputs: bool
 ) -> torch.Tensor:
-    rows, inputs = x_NI.shape
+    matrix = Matrix(format=format, outputs=outputs, inputs=x_NI.shape[1], data=data, int8_inputs=int8_inputs)
+    return _multiplied(x_NI, matrix, bias)
+
+
+def _multiplied(x_NI: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None) -> torch.Tensor:
     assert x_NI.dtype == torch.float32
-    matrix = Matrix(format=format, outputs=outputs, inputs=inputs, data=data, int8_inputs=int8_inputs)
     if not build.available():
         return product_twin(x_NI, matrix, bias)
-    x_NI, y_NO = x_NI.contiguous(), torch.empty(rows, outputs)
+    rows = len(x_NI)
+    x_NI, y_NO = x_NI.contiguous(), torch.empty(rows, matrix.outputs)
     build.library().paceline_product(
         ctypes.byref(Projection(matrix=matrix, bias=bias).struct),
         c_void_p(_pointer(x_NI)),
@@ -208,8 +217,9 @@ class Caches:
 class Places:
     """Where the rows of a pass belong, for the layers of one kind: one window and one rotation.
 
-    `chunks`: (tokens, slot, first position) of each, one behind the other. `rotation`: cos and sin of each row,
-    [N, 1, D], the first half of sin negated. `inputs`: what q, k and v multiply, [N, inputs of q]; None: norm(x).
+    `chunks`: (tokens, slot, first position) of each, one behind the other. `rotation`: cos and sin of every position up
+    to the last, [P, 1, D], the first half of sin negated. `inputs`: what q, k and v multiply, [N, inputs of q]; None:
+    norm(x).
     """
 
     def __init__(
@@ -248,12 +258,12 @@ class Layers:
     def __call__(
         self, first: int, last: int, x_NH: torch.Tensor, places: Sequence[Places], caches: Caches
     ) -> torch.Tensor:
-        """x through layers first..last - 1, and the last norm behind the last layer: a new tensor. Keys and values are
-        written into their caches."""
+        """x through layers first..last - 1, and the last norm behind the last layer: x itself, written over. Keys and
+        values are written into their caches."""
         assert x_NH.dtype == torch.float32
         assert 0 <= first <= last <= len(self._array) == len(caches.array)
         rows = x_NH.shape[0]
-        y_NH, scratch = x_NH.clone(memory_format=torch.contiguous_format), torch.empty(rows * self._numbers)
+        scratch = torch.empty(rows * self._numbers)
         kinds = (_Places * len(places))(*(place.struct for place in places))
         self._call(
             ctypes.addressof(self._array) + first * ctypes.sizeof(_Layer),
@@ -261,12 +271,12 @@ class Layers:
             last - first,
             ctypes.addressof(kinds),
             self._last_norm if last == len(self._array) else None,
-            y_NH.data_ptr(),
+            _pointer(x_NH),
             rows,
             scratch.data_ptr(),
             torch.get_num_threads(),
         )
-        return y_NH
+        return x_NH
 
 
 def _layer(a: Attention, m: MLP, kind: int) -> _Layer:

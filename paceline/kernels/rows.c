@@ -41,8 +41,9 @@ static int omp_get_num_threads(void) { return 1; }
 #define PANEL 16
 #define VECS (PANEL / LANES)
 #define BLOCK 32
-/* Rows and panels that fill the registers: at most SMALL rows, at most WIDE panels. */
+/* Rows and panels that fill the registers: at most SMALL rows, at most WIDE panels; of rows in int8 more. */
 #define SMALL 6
+#define SMALL_INT8 8
 #define WIDE 4
 #define INLINE static inline __attribute__((always_inline))
 #define NOINLINE __attribute__((noinline))
@@ -76,6 +77,47 @@ INLINE float total(vec v) {
     float sum = 0;
     UNROLL for (int i = 0; i < LANES; i++) sum += v[i];
     return sum;
+}
+
+INLINE ivec larger(ivec a, ivec b) {
+    const ivec mask = a > b;
+    return (mask & a) | (~mask & b);
+}
+
+/* Lane i of the result is the sum of v[i], or its largest lane, of numbers without a sign: halves of pairs are joined until
+ * one vector is left. */
+#define LOW(i, h) ((i) & (h) ? LANES + (i) - (h) : (i))
+#define FOUR(o, h, d) LOW(o, h) + d, LOW(o + 1, h) + d, LOW(o + 2, h) + d, LOW(o + 3, h) + d
+#if LANES == 4
+#define INDICES(h, d) FOUR(0, h, d)
+#elif LANES == 8
+#define INDICES(h, d) FOUR(0, h, d), FOUR(4, h, d)
+#else
+#define INDICES(h, d) FOUR(0, h, d), FOUR(4, h, d), FOUR(8, h, d), FOUR(12, h, d)
+#endif
+#if LANES == 4
+#define FOLD_MORE
+#elif LANES == 8
+#define FOLD_MORE FOLD(4)
+#else
+#define FOLD_MORE FOLD(4) FOLD(8)
+#endif
+#define FOLD(h)                                                                                                        \
+    UNROLL for (int i = 0; i < LANES; i += 2 * h) {                                                       \
+        const vec a = SHUFFLE(v[i], v[i + h], INDICES(h, 0)), b = SHUFFLE(v[i], v[i + h], INDICES(h, h));              \
+        v[i] = JOIN(a, b);                                                                                             \
+    }
+INLINE vec totals_of(vec v[LANES]) {
+#define JOIN(a, b) a + b
+    FOLD(1) FOLD(2) FOLD_MORE
+    return v[0];
+#undef JOIN
+}
+INLINE vec largest_of(vec v[LANES]) {
+#define JOIN(a, b) (vec)larger((ivec)a, (ivec)b)
+    FOLD(1) FOLD(2) FOLD_MORE
+    return v[0];
+#undef JOIN
 }
 
 /* LANES float16 numbers. */
@@ -211,15 +253,15 @@ INLINE void unpack(int format, const uint8_t *at, float *to) {
 
 /* What is the same for every tile of a product. */
 typedef struct {
-    const uint8_t *data;  /* of the first panel */
-    size_t stride;        /* bytes from panel to panel */
-    const float *x;       /* of the first row */
-    const int8_t *integers; /* or these, each block of 32 times its scale */
+    const uint8_t *data;    /* of the first panel */
+    size_t stride;          /* bytes from panel to panel */
+    const float *x;         /* of the first row */
     size_t ldx;
-    const float *totals;  /* sums of each block of 32 inputs of each row; for Q4_0 and Q4_1 */
-    const float *scales;  /* of the integers' blocks */
-    const int32_t *sums;  /* and their sums */
-    size_t ldt;
+    const int8_t *integers; /* or these, [blocks][rows][32], */
+    const float *scales;    /* [blocks][rows], times their scales */
+    const int32_t *sums;    /* [blocks][rows], of the integers */
+    const float *totals;    /* [blocks][rows], sums of each block of 32 inputs; for Q4_0 and Q4_1 */
+    size_t rows;            /* that were made for all tiles, at least those of this one */
 } Operands;
 
 /* acc += w x for `blocks` blocks of 32 inputs, `rows` rows, `panels` panels. Weights come from `floats`, unpacked, or
@@ -251,7 +293,7 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int p = 0; p < panels; p++)
                 UNROLL for (int v = 0; v < VECS; v++)
-                    sum[r][p][v] = format == Q4_0 ? all(-8 * o->totals[r * o->ldt + b]) : all(0);
+                    sum[r][p][v] = format == Q4_0 ? all(-8 * o->totals[b * o->rows + r]) : all(0);
         if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, ADD) }
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int v = 0; v < VECS; v++) {
@@ -260,7 +302,7 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
                 UNROLL for (int r = 0; r < rows; r++) acc[r][p][v] += scale * sum[r][p][v];
                 if (format == Q4_1) {
                     vec least = halves(at + 2 * PANEL);
-                    UNROLL for (int r = 0; r < rows; r++) acc[r][p][v] += least * o->totals[r * o->ldt + b];
+                    UNROLL for (int r = 0; r < rows; r++) acc[r][p][v] += least * o->totals[b * o->rows + r];
                 }
             }
     }
@@ -271,32 +313,54 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
 
 /* ---- inputs in int8 ---- */
 
+/* A block of small integers as bytes. */
+INLINE void store_bytes(const ivec integers[BLOCK / LANES], int8_t *to) {
+#if defined(__AVX2__) && LANES == 8
+    const __m256i *at = (const __m256i *)integers;
+    const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(at[0], at[1]), _mm256_packs_epi32(at[2], at[3]));
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); /* packing goes on in each half by itself */
+    _mm256_storeu_si256((__m256i *)to, _mm256_permutevar8x32_epi32(bytes, order));
+#else
+    UNROLL for (int i = 0; i < BLOCK; i++) to[i] = (int8_t)integers[i / LANES][i % LANES];
+#endif
+}
+
 /* A row with each block of 32 inputs as integers from -127 to 127 times a scale, the largest input over 127, rounded to
  * even; totals are those of what is left. As every format of weights is made of small integers too, their products are
- * exact, and one instruction adds up two or four of them. A row that is not finite makes its scales and thereby all its results
- * NaN. */
-static void rounded(const float *x, int size, int8_t *to, float *scales, float *totals, int32_t *sums) {
+ * exact, and one instruction adds up two or four of them. A block that is not finite has a scale that is NaN, and so have
+ * all the row's results. They are those of one of `rows` rows; LANES blocks are rounded at a time. */
+static void rounded(const float *x, int size, size_t rows, int8_t *to, float *scales, float *totals, int32_t *sums) {
     const float magic = 0x1.8p23f; /* leaves the integer in the lowest bits */
-    for (int b = 0; b < size / BLOCK; b++, x += BLOCK, to += BLOCK) {
-        vec largest = {0}, odd = {0};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            vec size_of = (vec)((ivec)load(x + i) & 0x7fffffff);
-            largest = choose(size_of > largest, size_of, largest);
-            odd += load(x + i) * 0.0f; /* 0 or NaN */
+    const int blocks = size / BLOCK;
+    for (int begin = 0; begin < blocks; begin += LANES) {
+        const int count = blocks - begin < LANES ? blocks - begin : LANES;
+        vec each[LANES];
+        UNROLL for (int l = 0; l < LANES; l++) {
+            const float *from = x + (begin + (l < count ? l : 0)) * BLOCK;
+            ivec largest = {0}; /* numbers without a sign are in the order of their bits, and NaN is the largest */
+            for (int i = 0; i < BLOCK; i += LANES) largest = larger(largest, (ivec)load(from + i) & 0x7fffffff);
+            each[l] = (vec)largest;
         }
-        float most = 0;
-        for (int i = 0; i < LANES; i++) most = largest[i] > most ? largest[i] : most;
-        const float inverse = most > 0x1p-120f ? 127.0f / most : 0.0f;
-        ivec sum = {0};
-        for (int i = 0; i < BLOCK; i += LANES) {
-            ivec integers = (ivec)(load(x + i) * inverse + magic) - (ivec)all(magic);
-            sum += integers;
-            for (int l = 0; l < LANES; l++) to[i + l] = (int8_t)integers[l];
+        const vec most = largest_of(each);
+        const vec inverse = choose(most > 0x1p-120f, 127.0f / most, all(0));
+        const vec scale = choose((ivec)most < 0x7f800000, most / 127.0f, all(NAN));
+        UNROLL for (int l = 0; l < LANES; l++) {
+            const int b = begin + (l < count ? l : 0);
+            vec sum = {0};
+            ivec integers[BLOCK / LANES];
+            UNROLL for (int i = 0; i < BLOCK / LANES; i++) {
+                const vec shifted = load(x + b * BLOCK + i * LANES) * inverse[l] + magic;
+                sum += shifted - magic;
+                integers[i] = (ivec)shifted - (ivec)all(magic);
+            }
+            each[l] = sum;
+            store_bytes(integers, to + b * rows * BLOCK);
         }
-        sums[b] = 0;
-        for (int i = 0; i < LANES; i++) sums[b] += sum[i];
-        scales[b] = most / 127.0f + total(odd);
-        totals[b] = scales[b] * sums[b];
+        const vec sum = totals_of(each), sum_left = sum * scale;
+        for (int l = 0; l < count; l++) {
+            const size_t at = (begin + l) * rows;
+            scales[at] = scale[l], totals[at] = sum_left[l], sums[at] = (int32_t)sum[l];
+        }
     }
 }
 
@@ -307,101 +371,98 @@ static void rounded(const float *x, int size, int8_t *to, float *scales, float *
 #define DOT(sum, w, x) (ivec)_mm256_dpbusd_avx_epi32((__m256i)(sum), (__m256i)(w), (__m256i)(x))
 #endif
 
-/* sums[r][v] = the products of one block of 32 inputs of a panel with rows of integers: exact, in any order. The loops
- * along the inputs stay loops: unrolled, compilers move all products ahead of the sums and run out of registers. */
-INLINE void block_dots(int format, int rows, const uint8_t *w, const int8_t *x, size_t ldx, const int32_t *of_x, size_t ldt,
-                       ivec sums[SMALL][VECS]) {
-#define EACH_SUM UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < VECS; v++)
-#define FOUR_INPUTS(r, k) (ivec){0} + *(const word_at *)(x + r * ldx + (k))
-    (void)of_x, (void)ldt;
-#if defined(DOT)
-    EACH_SUM sums[r][v] = format == Q8_0 ? (ivec){0} - 128 * of_x[r * ldt] : (ivec){0};
-    if (format == Q8_0) {
-        ROLLED for (int k = 0; k < BLOCK; k += 4, w += 64) /* more by 128, so that they have no sign */
-            EACH_SUM sums[r][v] = DOT(sums[r][v], words(w, 0, v) ^ (int32_t)0x80808080, FOUR_INPUTS(r, k));
-        return;
-    }
-    ROLLED for (int k = 0; k < BLOCK; k += 8, w += 64) {
-        EACH_SUM sums[r][v] = DOT(sums[r][v], words(w, 0, v) & 0x0f0f0f0f, FOUR_INPUTS(r, k));
-        EACH_SUM sums[r][v] = DOT(sums[r][v], words(w, 0, v) >> 4 & 0x0f0f0f0f, FOUR_INPUTS(r, k + 4));
-    }
-#elif defined(__ARM_FEATURE_DOTPROD) && LANES == 4
-#define SIGNED_DOT(sum, w, x) (ivec)vdotq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x))
-    EACH_SUM sums[r][v] = (ivec){0};
-    if (format == Q8_0) {
-        ROLLED for (int k = 0; k < BLOCK; k += 4, w += 64)
-            EACH_SUM sums[r][v] = SIGNED_DOT(sums[r][v], words(w, 0, v), FOUR_INPUTS(r, k));
-        return;
-    }
-    ROLLED for (int k = 0; k < BLOCK; k += 8, w += 64) {
-        EACH_SUM sums[r][v] = SIGNED_DOT(sums[r][v], words(w, 0, v) & 0x0f0f0f0f, FOUR_INPUTS(r, k));
-        EACH_SUM sums[r][v] = SIGNED_DOT(sums[r][v], words(w, 0, v) >> 4 & 0x0f0f0f0f, FOUR_INPUTS(r, k + 4));
-    }
-#elif defined(__AVX2__) && LANES == 8
+/* sums[r][v] = the products of one block of 32 inputs and vector v of `vecs` of a panel with rows of integers: exact, in
+ * any order. The loops along the inputs stay loops: unrolled, compilers move all products ahead of the sums and run out of
+ * registers. */
+INLINE void block_dots(int format, int rows, int vecs, const uint8_t *w, const int8_t *x, const int32_t *of_x,
+                       ivec sums[SMALL_INT8][VECS]) {
+#define EACH_WORD UNROLL for (int v = 0; v < vecs; v++)
+#define EACH_SUM UNROLL for (int r = 0; r < rows; r++) EACH_WORD
+#define FOUR_INPUTS(k) ((ivec){0} + *(const word_at *)(x + r * BLOCK + (k)))
+    ivec low[VECS], high[VECS];
+    (void)of_x, (void)low, (void)high;
+#if defined(__AVX2__) && LANES == 8 && !defined(DOT)
 #define PAIRS(w, x) _mm256_maddubs_epi16((__m256i)(w), (__m256i)(x))
 #define FOURS(pairs) (ivec)_mm256_madd_epi16((__m256i)(pairs), _mm256_set1_epi16(1))
-    EACH_SUM sums[r][v] = (ivec){0};
     if (format == Q8_0) {
+        EACH_SUM sums[r][v] = (ivec){0};
         ROLLED for (int k = 0; k < BLOCK; k += 4, w += 64) {
             /* The weights' signs go to x, which has no -128. 128 x 127 x 2 just fits into 16 bits. */
-            ivec size[VECS];
-            UNROLL for (int v = 0; v < VECS; v++) size[v] = (ivec)_mm256_abs_epi8((__m256i)words(w, 0, v));
-            EACH_SUM {
-                const __m256i x_signed = _mm256_sign_epi8((__m256i)(FOUR_INPUTS(r, k)), (__m256i)words(w, 0, v));
-                sums[r][v] += FOURS(PAIRS(size[v], x_signed));
-            }
+            EACH_WORD low[v] = (ivec)_mm256_abs_epi8((__m256i)words(w, 0, v));
+            EACH_SUM sums[r][v] += FOURS(PAIRS(low[v], _mm256_sign_epi8((__m256i)FOUR_INPUTS(k), (__m256i)words(w, 0, v))));
         }
         return;
     }
     /* So do all sixteen products of 15 and 127 that each 16 bits get. */
     typedef int16_t shorts __attribute__((vector_size(32)));
-    shorts pairs[SMALL][VECS];
+    shorts pairs[SMALL_INT8][VECS];
     EACH_SUM pairs[r][v] = (shorts){0};
     ROLLED for (int k = 0; k < BLOCK; k += 8, w += 64) {
-        ivec part[VECS];
-        UNROLL for (int v = 0; v < VECS; v++) part[v] = words(w, 0, v) & 0x0f0f0f0f;
+#define ADD_NOW __asm__("" : "+x"(pairs[r][v])) /* and not together with what is behind: that takes more registers */
+        EACH_WORD low[v] = words(w, 0, v) & 0x0f0f0f0f;
         EACH_SUM {
-            pairs[r][v] += (shorts)PAIRS(part[v], FOUR_INPUTS(r, k));
-            __asm__("" : "+x"(pairs[r][v])); /* added now, not together with what is behind: that takes more registers */
+            pairs[r][v] += (shorts)PAIRS(low[v], FOUR_INPUTS(k));
+            ADD_NOW;
         }
-        UNROLL for (int v = 0; v < VECS; v++) part[v] = words(w, 0, v) >> 4 & 0x0f0f0f0f;
-        EACH_SUM pairs[r][v] += (shorts)PAIRS(part[v], FOUR_INPUTS(r, k + 4));
+        EACH_WORD high[v] = words(w, 0, v) >> 4 & 0x0f0f0f0f;
+        EACH_SUM {
+            pairs[r][v] += (shorts)PAIRS(high[v], FOUR_INPUTS(k + 4));
+            ADD_NOW;
+        }
     }
     EACH_SUM sums[r][v] = FOURS(pairs[r][v]);
+#elif defined(DOT) || (defined(__ARM_FEATURE_DOTPROD) && LANES == 4)
+#ifdef DOT
+#define MORE 128 /* weights of Q8_0 are more by that, so that they have no sign */
+#else
+#define MORE 0
+#define DOT(sum, w, x) (ivec)vdotq_s32((int32x4_t)(sum), (int8x16_t)(w), (int8x16_t)(x))
+#endif
+    EACH_SUM sums[r][v] = (ivec){0} - (format == Q8_0 ? MORE * of_x[r] : 0);
+    ROLLED for (int k = 0; k < BLOCK; k += format == Q8_0 ? 4 : 8, w += 64) {
+        EACH_WORD low[v] = format == Q8_0 ? words(w, 0, v) ^ (int32_t)(MORE * 0x01010101u) : words(w, 0, v) & 0x0f0f0f0f;
+        EACH_SUM sums[r][v] = DOT(sums[r][v], low[v], FOUR_INPUTS(k));
+        if (format == Q8_0) continue;
+        EACH_WORD high[v] = words(w, 0, v) >> 4 & 0x0f0f0f0f;
+        EACH_SUM sums[r][v] = DOT(sums[r][v], high[v], FOUR_INPUTS(k + 4));
+    }
 #else
     EACH_SUM sums[r][v] = (ivec){0};
     for (int k = 0; k < BLOCK; k++)
-        UNROLL for (int v = 0; v < VECS; v++) {
+        EACH_WORD {
             const ivec word = words(w, format == Q8_0 ? k / 4 * 64 : k / 8 * 64, v);
             const int at = 8 * (k % 4);
             const ivec weight = format == Q8_0 ? word << (24 - at) >> 24 : word >> at >> (k % 8 < 4 ? 0 : 4) & 15;
-            UNROLL for (int r = 0; r < rows; r++) sums[r][v] += weight * x[r * ldx + k];
+            UNROLL for (int r = 0; r < rows; r++) sums[r][v] += weight * x[r * BLOCK + k];
         }
 #endif
 }
 
 /* `tile`, of integers. Few values are under way at once, so panels are no part of what has to fit into registers: they
- * are as many streams of memory. */
+ * are as many streams of memory. Of many rows one vector of outputs fits at a time. */
 INLINE void int8_tile(int format, int rows, int panels, int blocks, const Operands *o, float *acc) {
-    const int bytes = block_bytes(format), header = header_bytes(format);
+    const int bytes = block_bytes(format), header = header_bytes(format), vecs = has_nibbles(format) && rows > SMALL ? 1 : VECS;
     const Operands at = *o; /* where no store can change it */
     for (int b = 0; b < blocks; b++) {
+        const size_t made = b * at.rows;
         ROLLED for (int p = 0; p < panels; p++) {
             const uint8_t *w = at.data + p * at.stride + (size_t)b * bytes;
             if (panels == 1) fetch(w, bytes);
-            ivec sums[SMALL][VECS];
-            block_dots(format, rows, w + header, at.integers + BLOCK * b, at.ldx, at.sums + b, at.ldt, sums);
-            vec scale[VECS], least[VECS];
-            UNROLL for (int v = 0; v < VECS; v++) {
-                scale[v] = halves(w + 2 * LANES * v);
-                least[v] = format == Q4_1 ? halves(w + 2 * LANES * v + 2 * PANEL) : scale[v] * -8.0f;
-            }
-            UNROLL for (int r = 0; r < rows; r++) {
-                const vec of_x = all(at.scales[r * at.ldt + b]), total_of_x = all(at.totals[r * at.ldt + b]);
-                UNROLL for (int v = 0; v < VECS; v++) {
-                    float *to = acc + (r * panels + p) * PANEL + v * LANES;
-                    vec sum = load(to) + scale[v] * of_x * __builtin_convertvector(sums[r][v], vec);
-                    store(to, has_nibbles(format) ? sum + least[v] * total_of_x : sum);
+            ROLLED for (int first = 0; first < PANEL; first += vecs * LANES) {
+                ivec sums[SMALL_INT8][VECS];
+                block_dots(format, rows, vecs, w + header + 4 * first, at.integers + made * BLOCK, at.sums + made, sums);
+                vec scale[VECS], least[VECS];
+                EACH_WORD {
+                    scale[v] = halves(w + 2 * (first + v * LANES));
+                    least[v] = format == Q4_1 ? halves(w + 2 * (first + v * LANES) + 2 * PANEL) : scale[v] * -8.0f;
+                }
+                UNROLL for (int r = 0; r < rows; r++) {
+                    const vec of_x = all(at.scales[made + r]), total_of_x = all(at.totals[made + r]);
+                    EACH_WORD {
+                        float *to = acc + (r * panels + p) * PANEL + first + v * LANES;
+                        const vec sum = load(to) + scale[v] * of_x * __builtin_convertvector(sums[r][v], vec);
+                        store(to, has_nibbles(format) ? sum + least[v] * total_of_x : sum);
+                    }
                 }
             }
         }
@@ -465,7 +526,7 @@ FORMATS(DEFINE_DIRECT)
 #define EACH_ROWS(DO, f) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
 EACH_ROWS(UNPACKED, FLOAT32) EACH_ROWS(UNPACKED, Q8_0) EACH_ROWS(UNPACKED, Q4_0) EACH_ROWS(UNPACKED, Q4_1)
 
-#define KEY(format, rows, panels) (((format) * 8 + (rows)) * 8 + (panels))
+#define KEY(format, rows, panels) (((format) * 16 + (rows)) * 8 + (panels))
 
 static void direct(int format, int rows, int panels, int blocks, const Operands *o, float *acc) {
     switch (KEY(format, rows, panels)) {
@@ -480,13 +541,14 @@ static void direct(int format, int rows, int panels, int blocks, const Operands 
         int8_tile(f, rows, panels, blocks, o, acc);                                                                    \
     }
 #define BLOCK_FORMATS(DO) DO(Q8_0) DO(Q4_0) DO(Q4_1)
-#define DEFINE_INTEGERS(f) EACH_ROWS(INTEGERS, f)
+#define EACH_ROWS_INT8(DO, f) EACH_ROWS(DO, f) DO(f, 7, 1) DO(f, 8, 1)
+#define DEFINE_INTEGERS(f) EACH_ROWS_INT8(INTEGERS, f)
 BLOCK_FORMATS(DEFINE_INTEGERS)
 
 static void integers(int format, int rows, int panels, int blocks, const Operands *o, float *acc) {
     switch (KEY(format, rows, 1)) {
 #define CALL_INTEGERS(f, rows, _) case KEY(f, rows, 1): integers_##f##_##rows(panels, blocks, o, acc); break;
-#define CALLS_OF_INTEGERS(f) EACH_ROWS(CALL_INTEGERS, f)
+#define CALLS_OF_INTEGERS(f) EACH_ROWS_INT8(CALL_INTEGERS, f)
         BLOCK_FORMATS(CALLS_OF_INTEGERS)
     }
 }
@@ -511,19 +573,16 @@ static void unpack_blocks(int format, int blocks, const uint8_t *at, float *to) 
 
 /* Rows in tiles as equal as can be, over `blocks` blocks of one panel. */
 static void tiles(int format, int rows, int blocks, const Operands *o, const float *floats, float *acc) {
+    const int small = o->integers ? SMALL_INT8 : SMALL;
     Operands part = *o;
-    for (int done = 0, left = (rows + SMALL - 1) / SMALL; left; left--) {
+    for (int done = 0, left = (rows + small - 1) / small; left; left--) {
         int now = (rows - done + left - 1) / left;
         if (o->integers) integers(format, now, 1, blocks, &part, acc + done * PANEL);
         else if (floats) unpacked(format, now, blocks, &part, floats, acc + done * PANEL);
         else direct(format, now, 1, blocks, &part, acc + done * PANEL);
-        if (o->integers) {
-            part.integers += now * o->ldx;
-            part.scales += now * o->ldt;
-            part.sums += now * o->ldt;
-        } else
-            part.x += now * o->ldx;
-        part.totals += now * o->ldt;
+        if (o->integers) part.integers += now * BLOCK, part.scales += now, part.sums += now;
+        else part.x += now * o->ldx;
+        part.totals += now;
         done += now;
     }
 }
@@ -540,23 +599,23 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
     float floats[SLAB * BLOCK * PANEL] __attribute__((aligned(64))), acc[ROWS * PANEL] __attribute__((aligned(64)));
     const int total = w->inputs / BLOCK, bytes = block_bytes(w->format);
     const int share_floats = rows >= UNPACK_FROM && w->format != FLOAT32 && !x->integers;
-    const int slab = w->format == FLOAT32 ? SLAB / 2 : SLAB, streams = rows == 1 || (x->integers && rows <= SMALL);
+    const int slab = w->format == FLOAT32 ? SLAB / 2 : SLAB, small = x->integers ? SMALL_INT8 : SMALL;
     Operands o = *x;
     for (int panel = begin, panels; panel < end; panel += panels) {
-        panels = streams && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
+        panels = rows == 1 && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
         o.data = w->data + panel * o.stride;
         memset(acc, 0, rows * panels * PANEL * sizeof(float));
-        if (rows <= SMALL && x->integers)
+        if (rows <= small && x->integers)
             integers(w->format, rows, panels, total, &o, acc);
-        else if (rows <= SMALL)
+        else if (rows <= small)
             direct(w->format, rows, panels, total, &o, acc);
         else
             for (int b = 0, blocks; b < total; b += blocks) {
                 blocks = total - b < slab ? total - b : slab;
                 Operands part = o;
                 part.data += (size_t)b * bytes;
-                part.totals += b;
-                if (o.integers) part.integers += b * BLOCK, part.scales += b, part.sums += b;
+                part.totals += b * o.rows;
+                if (o.integers) part.integers += b * o.rows * BLOCK, part.scales += b * o.rows, part.sums += b * o.rows;
                 else part.x += b * BLOCK;
                 if (share_floats) unpack_blocks(w->format, blocks, part.data, floats);
                 tiles(w->format, rows, blocks, &part, share_floats ? floats : 0, acc);
@@ -623,7 +682,7 @@ static void make(Made *made, const Matrix *w, const float *x, size_t ldx, long r
     if (made->kind == kind && made->chunk == chunk) return;
     const long begin = (long)chunk * ROWS, now = rows - begin < ROWS ? rows - begin : ROWS;
     const size_t blocks = w->inputs / BLOCK;
-    *made = (Made){{.x = x + begin * ldx, .ldx = ldx, .ldt = blocks}, kind, chunk};
+    *made = (Made){{.x = x + begin * ldx, .ldx = ldx, .rows = now}, kind, chunk};
     if (kind == AS_THEY_ARE) return;
     const size_t of_row = w->inputs * (kind == ROUNDED ? 1 : sizeof(float)) + blocks * 3 * sizeof(float);
     float *totals = scratch(0, ROWS * of_row), *scales = totals + ROWS * blocks, *sums = scales + ROWS * blocks;
@@ -633,8 +692,8 @@ static void make(Made *made, const Matrix *w, const float *x, size_t ldx, long r
     if (kind == ROUNDED) {
         made->o.scales = scales, made->o.sums = (int32_t *)sums, made->o.integers = (int8_t *)inputs;
         for (long r = 0; r < now; r++)
-            rounded(x + (begin + r) * ldx, w->inputs, (int8_t *)inputs + r * w->inputs, scales + r * blocks,
-                    totals + r * blocks, (int32_t *)sums + r * blocks);
+            rounded(x + (begin + r) * ldx, w->inputs, now, (int8_t *)inputs + r * BLOCK, scales + r, totals + r,
+                    (int32_t *)sums + r);
         return;
     }
     made->o.x = inputs;
@@ -643,7 +702,7 @@ static void make(Made *made, const Matrix *w, const float *x, size_t ldx, long r
         for (size_t b = 0; b < blocks; b++) {
             vec sum = {0};
             for (int i = 0; i < BLOCK; i += LANES) sum += load(from + b * BLOCK + i);
-            totals[r * blocks + b] = total(sum);
+            totals[b * now + r] = total(sum);
         }
         scaled(from, w->inputs, inputs + r * w->inputs);
     }
@@ -860,30 +919,6 @@ static const float *positions(const Cache *cache, const void *from, long at, lon
     return to;
 }
 
-/* Lane i of the result is the sum of v[i]: halves of pairs are added until one vector is left. */
-INLINE vec totals_of(vec v[LANES]) {
-#define LOW(i, h) ((i) & (h) ? LANES + (i) - (h) : (i))
-#define FOUR(o, h, d) LOW(o, h) + d, LOW(o + 1, h) + d, LOW(o + 2, h) + d, LOW(o + 3, h) + d
-#if LANES == 4
-#define INDICES(h, d) FOUR(0, h, d)
-#elif LANES == 8
-#define INDICES(h, d) FOUR(0, h, d), FOUR(4, h, d)
-#else
-#define INDICES(h, d) FOUR(0, h, d), FOUR(4, h, d), FOUR(8, h, d), FOUR(12, h, d)
-#endif
-#define FOLD(h)                                                                                                        \
-    UNROLL for (int i = 0; i < LANES; i += 2 * h) v[i] =                                                               \
-        SHUFFLE(v[i], v[i + h], INDICES(h, 0)) + SHUFFLE(v[i], v[i + h], INDICES(h, h));
-    FOLD(1) FOLD(2)
-#if LANES > 4
-    FOLD(4)
-#endif
-#if LANES > 8
-    FOLD(8)
-#endif
-    return v[0];
-}
-
 /* A token's softmax so far: the largest score, and the sum of exp(score - largest). Its weighted values are in out. */
 typedef struct {
     float largest, sum;
@@ -982,8 +1017,8 @@ static void attend(const Attention *a, const Cache *cache, long head_at, const f
     }
 }
 
-/* Where the rows of a pass belong: chunks one after the other, and each row's cos and sin, [rows, head_dim], the first
- * half of sin negated; null: no rotation. */
+/* Where the rows of a pass belong: chunks one after the other, and each position's cos and sin, [positions, head_dim], the
+ * first half of sin negated; null: no rotation. */
 typedef struct {
     const Chunk *chunks;
     const float *cos, *sin;
@@ -1001,7 +1036,8 @@ INLINE long placed_together(long rows) { return rows <= SMALL ? SMALL : 16; }
 static void place_row(const Attention *a, const Cache *cache, const Places *places, const Chunk *chunk, int t, long row,
                       float *q, float *k, const float *v) {
     const int size = a->head_dim, heads = a->q.outputs / size, kv_heads = a->k.outputs / size;
-    const float *cosines = places->cos ? places->cos + row * size : 0, *sines = places->cos ? places->sin + row * size : 0;
+    const long angles = (chunk->start + t) * (long)size;
+    const float *cosines = places->cos ? places->cos + angles : 0, *sines = places->cos ? places->sin + angles : 0;
     for (int h = 0; h < heads; h++) placed(a, q + row * a->q.outputs + h * size, a->q_norm, cosines, sines);
     for (int h = 0; h < kv_heads; h++) {
         const long at = (((long)chunk->slot * kv_heads + h) * cache->capacity + chunk->start + t) * size;

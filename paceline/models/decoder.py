@@ -28,7 +28,7 @@ from paceline.models.cache import Keeper, KVCache
 from paceline.models.config import ModelConfig
 from paceline.models.interface import Cache, Chunk, Scores
 from paceline.models.quant import Quantized, quantize
-from paceline.models.rope import Rotation, rotate, table
+from paceline.models.rope import Rotation, Table, rotate, table
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -39,6 +39,9 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 FEW_ROWS = 16
 """As many as a draft may bring along. Up to here a chunk's query heads that share keys are scored as rows of one
 product; beyond, that would only multiply the mask by G."""
+
+GATHERED = 32 << 20
+"""Bytes of packed weights that lie together in large pages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,6 +342,7 @@ class Decoder(nn.Module):
                 f"{len(missing)} tensors of this {config.architecture} model are missing, {next(iter(missing))} first: "
                 "the checkpoint is incomplete"
             )
+        _gather(decoder)
         return decoder.eval()
 
     def cut(self, layers: Sequence[int]) -> Decoder:
@@ -436,7 +440,8 @@ class Decoder(nn.Module):
             x_NH = x_NH * torch.tensor(self.config.embedding_scale, dtype=x_NH.dtype).item()
         captured: dict[int, torch.Tensor] = {}
         for first, last in itertools.pairwise(sorted({0, *features, len(self.layers)})):
-            captured[first] = x_NH
+            if first in features:
+                captured[first] = x_NH.clone()
             x_NH = run(first, last, x_NH)
         captured[len(self.layers)] = x_NH
 
@@ -472,16 +477,18 @@ class Decoder(nn.Module):
     def _runner(
         self, chunks: Sequence[Chunk], starts: Sequence[int], cache: KVCache
     ) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
-        """(first, last, x) -> x behind layers first..last - 1 of this pass, and behind the last norm after them all."""
+        """(first, last, x) -> x behind layers first..last - 1 of this pass, and behind the last norm after them all;
+        what was given may be written over."""
         spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
-        rotations = [
-            None if kind.rope is None else table(kind.rope, self.config.head_dim, self.dtype, self.device).at(spans)
-            for kind in self._distinct
-        ]
         if (native := self._native) is not None:
             places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
-            kinds = [kernels.Places(places, k.window, r) for k, r in zip(self._distinct, rotations, strict=True)]
+            longest = max(stop for _, stop in spans)
+            kinds = [
+                kernels.Places(places, kind.window, None if angles is None else angles.upto(longest))
+                for kind, angles in zip(self._distinct, self._native_angles, strict=True)
+            ]
             return lambda first, last, x_NH: native(first, last, x_NH, kinds, cache.native)
+        rotations = [None if angles is None else angles.at(spans) for angles in self._angles]
         group = self.config.num_heads // self.config.num_kv_heads
         reaches = [reaches_of(chunks, starts, kind.window, group, self.dtype, self.device) for kind in self._distinct]
 
@@ -492,6 +499,17 @@ class Decoder(nn.Module):
             return self.norm(x_NH) if last == len(self.layers) else x_NH
 
         return run
+
+    @property
+    def _angles(self) -> list[Table | None]:
+        """Of each distinct kind of layer."""
+        ropes, size = [kind.rope for kind in self._distinct], self.config.head_dim
+        return [None if rope is None else table(rope, size, self.dtype, self.device) for rope in ropes]
+
+    @functools.cached_property
+    def _native_angles(self) -> list[Table | None]:
+        """The same, looked up once: what runs in the kernels stays where it is."""
+        return self._angles
 
     @functools.cached_property
     def _native(self) -> kernels.Layers | None:
@@ -527,6 +545,20 @@ def reaches_of(
                 mask = mask.repeat(group, 1)
         reaches.append(Reach(tokens=tokens, slot=chunk.slot, start=start, begin=begin, mask=mask))
     return reaches
+
+
+def _gather(decoder: Decoder) -> None:
+    """Move packed matrices into large pages, a few at a time: that is how much exists twice."""
+    held: torch.Tensor | None = None
+    parts = [part for part in decoder.modules() if isinstance(part, (Linear, Embedding)) and part.packed is not None]
+    for part in parts:
+        assert part.packed is not None
+        old = part.packed.data
+        size = -(-old.numel() // 64) * 64
+        if held is None or size > len(held):
+            held = kernels.in_large_pages(max(size, GATHERED))
+        new, held = held[: old.numel()].view(old.shape), held[size:]
+        part.packed = replace(part.packed, data=new.copy_(old))
 
 
 def pack(module: nn.Module) -> None:

@@ -23,7 +23,7 @@ from paceline.models.cache import Keeper, KVCache
 from paceline.models.config import Layer, ModelConfig
 from paceline.models.decoder import Block, Embedding, Linear, Norm, Reach, reaches_of
 from paceline.models.interface import Chunk
-from paceline.models.rope import Rotation, table
+from paceline.models.rope import Rotation, Table, table
 
 Head = Callable[[torch.Tensor], torch.Tensor]
 """[N, H] -> [N, D], by rows of the target's own head."""
@@ -132,9 +132,12 @@ class FeatureDraft(nn.Module):
         weight = self.block.mlp.gate.weight
         return torch.float32 if weight is None else weight.dtype
 
-    def rotation(self, spans: Sequence[tuple[int, int]]) -> Rotation | None:
+    def angles(self) -> Table | None:
         rope = self.config.layers[0].rope
-        return None if rope is None else table(rope, self.config.head_dim, self.dtype, self.device).at(spans)
+        return None if rope is None else table(rope, self.config.head_dim, self.dtype, self.device)
+
+    def rotation(self, spans: Sequence[tuple[int, int]]) -> Rotation | None:
+        return None if (angles := self.angles()) is None else angles.at(spans)
 
     def forward(
         self, chunks: Sequence[Chunk], given_NH: torch.Tensor, cache: KVCache
@@ -146,16 +149,16 @@ class FeatureDraft(nn.Module):
         starts, ends = cache.place(chunks, self.config.vocab_size)
         spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
         tokens_N = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
-        rotation = self.rotation(spans)
         if (native := self._native) is not None:
             x_NH, inputs_NI = self.read(self.embed(tokens_N), given_NH)
             places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
+            rotation = None if (angles := self.angles()) is None else angles.upto(max(stop for _, stop in spans))
             held = kernels.Places(places, None, rotation, inputs_NI.contiguous())
-            hidden_NH = native(0, 1, x_NH, [held], cache.native)
+            hidden_NH = native(0, 1, x_NH.clone(), [held], cache.native)
         else:
             group = self.config.num_heads // self.config.num_kv_heads
             reaches = reaches_of(chunks, starts, None, group, self.dtype, self.device)
-            hidden_NH = self.layer(tokens_N, given_NH, rotation, reaches, cache)
+            hidden_NH = self.layer(tokens_N, given_NH, self.rotation(spans), reaches, cache)
         cache.commit(ends)
         if len(chunks) < len(tokens_N):
             stops = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1

@@ -35,12 +35,15 @@ class Table:
         empty = torch.empty(0, 1, head_dim, dtype=dtype, device=device)
         self._angles: Rotation = (empty, empty)
 
+    def upto(self, stop: int) -> Rotation:
+        """Of the positions 0..stop - 1, and maybe more."""
+        if stop > len(self._angles[0]):
+            self._grow(stop)
+        return self._angles
+
     def at(self, spans: Sequence[tuple[int, int]]) -> Rotation:
         """Of the positions start..stop - 1 of each span, one span behind the other."""
-        longest = max(stop for _, stop in spans)
-        if longest > len(self._angles[0]):
-            self._grow(longest)
-        cos_P1D, sin_P1D = self._angles
+        cos_P1D, sin_P1D = self.upto(max(stop for _, stop in spans))
         if len(spans) == 1:
             ((start, stop),) = spans
             return cos_P1D[start:stop], sin_P1D[start:stop]

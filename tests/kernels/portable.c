@@ -36,7 +36,7 @@ static int product_faults(int format, int int8_inputs) {
         static int8_t integers[BLOCK];
         float scale, total;
         int32_t sum;
-        rounded(x + i, BLOCK, integers, &scale, &total, &sum);
+        rounded(x + i, BLOCK, 1, integers, &scale, &total, &sum);
         for (int k = 0; k < BLOCK; k++) {
             kept[i + k] = scale * integers[k];
             const double step = fabs(kept[i + k] - x[i + k]) / scale;
