@@ -71,6 +71,9 @@ INLINE vec load(const float *p) { return *(const vec_at *)p; }
 INLINE void store(float *p, vec v) { *(vec_at *)p = v; }
 INLINE ivec words(const uint8_t *at, size_t offset, int v) { return *(const ivec_at *)(at + offset + 4 * LANES * v); }
 INLINE vec all(float x) { return x - (vec){0}; }
+INLINE void clear(float *to, long size) {
+    for (long i = 0; i < size; i += LANES) store(to + i, all(0));
+}
 INLINE vec choose(ivec mask, vec a, vec b) { return (vec)((mask & (ivec)a) | (~mask & (ivec)b)); }
 
 INLINE float total(vec v) {
@@ -489,24 +492,27 @@ typedef struct {
     size_t ldy;
 } Result;
 
-static void finish(const Matrix *w, const Result *to, int rows, int panels, int panel, const float *acc, size_t acc_ld) {
-    for (int r = 0; r < rows; r++)
-        for (int p = 0; p < panels; p++) {
-            const int first = (panel + p) * PANEL, left = w->outputs - first;
-            float sums[PANEL], *y = to->y + r * to->ldy + first;
-            float *at = left < PANEL ? sums : y; /* the last panel may hold outputs that are none */
-            const float *residual = to->residual ? to->residual + r * to->ldy + first : 0;
-            for (int v = 0; v < PANEL; v += LANES) {
-                vec sum = load(acc + r * acc_ld + p * PANEL + v);
-                if (left >= PANEL && w->bias) sum += load(w->bias + first + v);
-                if (left >= PANEL && residual) sum += load(residual + v);
-                store(at + v, sum);
-            }
-            for (int i = 0; left < PANEL && i < left; i++) {
-                if (w->bias) sums[i] += w->bias[first + i];
-                y[i] = residual ? sums[i] + residual[i] : sums[i];
-            }
+static void finish(const Matrix *w, const Result *to, int rows, int panels, int panel, const float *acc) {
+    const float *bias = w->bias, *residual = to->residual;
+    for (int p = 0; p < panels; p++) {
+        const int first = (panel + p) * PANEL, left = w->outputs - first;
+        for (int r = 0; r < rows; r++) {
+            const size_t at = r * to->ldy + first;
+            const float *sums = acc + (r * panels + p) * PANEL;
+            if (left >= PANEL)
+                UNROLL for (int v = 0; v < PANEL; v += LANES) {
+                    vec sum = load(sums + v);
+                    if (bias) sum += load(bias + first + v);
+                    if (residual) sum += load(residual + at + v);
+                    store(to->y + at + v, sum);
+                }
+            else /* the last panel may hold outputs that are none */
+                for (int i = 0; i < left; i++) {
+                    const float sum = bias ? sums[i] + bias[first + i] : sums[i];
+                    to->y[at + i] = residual ? sum + residual[at + i] : sum;
+                }
         }
+    }
 }
 
 #define FORMATS(DO) DO(FLOAT32) DO(BFLOAT16) DO(FLOAT16) DO(Q8_0) DO(Q4_0) DO(Q4_1)
@@ -604,7 +610,7 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
     for (int panel = begin, panels; panel < end; panel += panels) {
         panels = rows == 1 && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
         o.data = w->data + panel * o.stride;
-        memset(acc, 0, rows * panels * PANEL * sizeof(float));
+        clear(acc, rows * panels * PANEL);
         if (rows <= small && x->integers)
             integers(w->format, rows, panels, total, &o, acc);
         else if (rows <= small)
@@ -620,7 +626,7 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
                 if (share_floats) unpack_blocks(w->format, blocks, part.data, floats);
                 tiles(w->format, rows, blocks, &part, share_floats ? floats : 0, acc);
             }
-        finish(w, &to, rows, panels, panel, acc, panels * PANEL);
+        finish(w, &to, rows, panels, panel, acc);
     }
 }
 
@@ -994,7 +1000,7 @@ static void attend(const Attention *a, const Cache *cache, long head_at, const f
     Softmax states[TOGETHER];
     for (int t = 0; t < tokens; t++) {
         states[t] = (Softmax){-INFINITY, 0};
-        memset(out + t * stride, 0, size * sizeof(float));
+        clear(out + t * stride, size);
     }
     float *converted = cache->half ? scratch(1, 2 * SPAN * size * sizeof(float)) : 0;
     const int end = start + tokens, first = window && start + 1 > window ? start + 1 - window : 0;
