@@ -636,6 +636,26 @@ def test_nothing_is_read_behind_its_end() -> None:
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr[-500:]
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_weights_lie_one_behind_the_other(case: str) -> None:
+    decoder = pair(case)[0]
+    packed = [getattr(part, "packed", None) for part in decoder.modules()]
+    held = sorted((m.data for m in packed if isinstance(m, kernels.Matrix)), key=lambda data: data.data_ptr())
+    assert held
+    assert held[0].data_ptr() % (2 << 20) == 0
+    for one, following in itertools.pairwise(held):
+        assert following.data_ptr() == one.data_ptr() + -(-one.numel() // 64) * 64
+
+
+def test_large_matrices_get_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = pair("plain", "q4_1")[0]
+    monkeypatch.setattr("paceline.models.decoder.GATHERED", 1)
+    alone = pair.__wrapped__("plain", "q4_1")[0]
+    chunk = Chunk(0, [1, 2, 3], 3)
+    logits, expected = (d([chunk], d.new_cache(1, 4)).logits[0] for d in (alone, whole))
+    assert torch.equal(logits, expected)
+
+
 def test_blocks_are_kept_as_they_come() -> None:
     packed, _ = pair("plain", "q4_1")
     matrix = packed.get_submodule("layers.1.mlp.down").packed
