@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,20 @@ from paceline.checkpoints.resolve import cache_folder
 from paceline.decoding import sequence as decoding
 from paceline.decoding.control import MAX_DRAFT, Costs, Fixed, between
 from paceline.decoding.round import Batch
-from paceline.models.interface import LanguageModel
+from paceline.models.cache import KVCache
+from paceline.models.interface import Cache, Chunk, LanguageModel, Scores
 from paceline.proposers.base import Proposer, Request
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.sampler import RULES, Sampler
 from paceline.sampling.streams import Stream
 
-SHORT, LONG = 32, 256
-"""Contexts that costs are measured behind."""
+SHORT, LONG = 32, 1024
+"""Contexts that costs are measured behind: far enough apart for what a token more costs to stand out from noise."""
+READ = 256
+"""Tokens of a prompt at most that are really read for a measurement."""
+VERSION = 2
+"""Raised where costs come to be measured in another way: older profiles are not found then."""
 TIMES = 6
 """Rounds of each kind that are timed at most; the fastest counts, since whatever else runs only adds."""
 SECONDS = 1.0
@@ -66,7 +71,7 @@ class Profile:
 
 def profile_file(setting: Mapping[str, Any]) -> Path:
     """`setting` is all that makes costs differ on one machine: models, formats, device, threads."""
-    key = json.dumps({**setting, "machine": _machine()}, sort_keys=True)
+    key = json.dumps({**setting, "machine": _machine(), "version": VERSION}, sort_keys=True)
     return cache_folder() / "profiles" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
 
 
@@ -101,6 +106,27 @@ class _Wrong:
         pass
 
 
+class _Skimming:
+    """The target, but where its cache can be filled it reads of a prompt only the last token: what a pass costs depends
+    on how far it looks back, and not on what is there."""
+
+    def __init__(self, target: LanguageModel) -> None:
+        self.target = target
+        self.vocab_size, self.context, self.device = target.vocab_size, target.context, target.device
+
+    def new_cache(self, slots: int, capacity: int) -> Cache:
+        return self.target.new_cache(slots, capacity)
+
+    def __call__(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
+        if isinstance(cache, KVCache):
+            chunks = [self._last(chunk, cache) if len(chunk.tokens) > MAX_DRAFT + 1 else chunk for chunk in chunks]
+        return self.target(chunks, cache, features)
+
+    def _last(self, chunk: Chunk, cache: KVCache) -> Chunk:
+        cache.fill(chunk.slot, cache.length(chunk.slot) + len(chunk.tokens) - 1)
+        return replace(chunk, tokens=chunk.tokens[-1:], outputs=min(chunk.outputs, 1))
+
+
 class _NoText:
     def push(self, token: int) -> str:
         return ""
@@ -114,15 +140,18 @@ def measure(
     new_proposer: Callable[[int, int], Proposer],
     *,
     batches: Sequence[int] = (1,),
-    contexts: Sequence[int] = (SHORT, LONG),
+    contexts: Sequence[int] | None = None,
     seconds: float = SECONDS,
     advance: Callable[[], None] = lambda: None,
 ) -> Costs:
     """Costs for these numbers of sequences at once, one always being among them, and these contexts, two at least.
     `advance` hears of each of the SERIES of rounds that is done.
 
-    Long contexts are cut to what the model takes.
+    Long contexts are cut to what the model takes. Without `contexts` they are SHORT and LONG, or READ where the target
+    has to read them.
     """
+    if contexts is None:
+        contexts = (SHORT, LONG if isinstance(target.new_cache(1, 1), KVCache) else READ)
     room = (MAX_DRAFT + 1) * (TIMES + 2)
     most = max(4, target.context - room - 1)
     short, *longer = sorted({min(context, most) for context in contexts})
@@ -130,9 +159,10 @@ def measure(
     every, several = range(MAX_DRAFT + 1), sorted({*batches} - {1})
     alone, behind = _Rounds(1, short, every), [_Rounds(1, context, (0, MAX_DRAFT)) for context in longer]
     together = {n: _Rounds(n, short, (0, 1, 3, MAX_DRAFT)) for n in several}
-    _time([alone, *behind, *together.values()], target, lambda slots, capacity: _Wrong(target.vocab_size), seconds)
+    skimming = _Skimming(target)
+    _time([alone, *behind, *together.values()], skimming, lambda slots, capacity: _Wrong(target.vocab_size), seconds)
     advance()
-    drafting, reading = {1: _Rounds(1, short, every)}, _Rounds(1, longer[-1], (1,))
+    drafting, reading = {1: _Rounds(1, short, every)}, _Rounds(1, min(longer[-1], READ), (1,))
     drafting |= {n: _Rounds(n, short, (0, 1, MAX_DRAFT)) for n in several}
     _time([*drafting.values(), reading], target, new_proposer, seconds)
     advance()
@@ -157,7 +187,7 @@ def measure(
         context_s=tuple(context_s),
         batches=tuple(sorted(drafting)),
         draft_s=tuple(drafting[n].draft_s for n in sorted(drafting)),
-        read_s=max(0.0, reading.timed[1].first_s - drafting[1].timed[1].draft_s) / longer[-1],
+        read_s=max(0.0, reading.timed[1].first_s - drafting[1].timed[1].draft_s) / reading.context,
     )
 
 

@@ -145,6 +145,13 @@ class KVCache(Slots):
         """The same memory as the CPU kernels write and read it; they do not move lengths either."""
         return kernels.Caches(self.keys, self.values)
 
+    def fill(self, slot: int, length: int) -> None:
+        """As if that many tokens had been read, with keys and values of 0: for measuring what a context costs."""
+        for keys_SKCD, values_SKCD in zip(self.keys, self.values, strict=True):
+            keys_SKCD[slot, :, :length] = 0
+            values_SKCD[slot, :, :length] = 0
+        self.commit({slot: length})
+
     def extend(
         self, layer: int, slot: int, start: int, begin: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,7 +13,9 @@ import pytest
 from paceline.decoding.control import MAX_DRAFT, Costs
 from paceline.engine import llm as engine
 from paceline.engine.llm import LLM
-from paceline.engine.profile import SERIES, Profile, measure, profile_file
+from paceline.engine.profile import LONG, READ, SERIES, Profile, measure, profile_file
+from paceline.models.config import Layer, ModelConfig, Rope
+from paceline.models.decoder import Decoder
 from paceline.models.interface import Cache, Chunk, Scores
 from paceline.proposers.base import Prospect, Request
 from paceline.proposers.ngram import NgramProposer
@@ -93,6 +95,37 @@ def test_measured_costs_are_the_true_ones(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_short_context_is_measured_as_far_as_it_goes() -> None:
     costs = measure(TableModel(Table(4, 1, seed=0), context=24), lambda slots, capacity: NgramProposer(4), batches=(2,))
     assert len(costs.rows) == len(costs.round_s) == len(costs.context_s)
+    assert all(0 < s < 1 for s in costs.round_s)
+
+
+class Watched(Decoder):
+    """Notes how long chunks are, and how far back a pass looks."""
+
+    longest = furthest = 0
+
+    def forward(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
+        Watched.longest = max(Watched.longest, *(len(chunk.tokens) for chunk in chunks))
+        scores = super().forward(chunks, cache, features)
+        Watched.furthest = max(Watched.furthest, *(cache.length(chunk.slot) for chunk in chunks))
+        assert all(logits_OV.isfinite().all() for logits_OV in scores.logits)
+        return scores
+
+
+def test_a_context_that_can_be_filled_is_not_read() -> None:
+    config = ModelConfig(
+        architecture="test",
+        vocab_size=11,
+        hidden_size=16,
+        intermediate_size=16,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        layers=(Layer(rope=Rope()),),
+        context=2048,
+    )
+    costs = measure(Watched(config).eval(), lambda slots, capacity: NgramProposer(11), batches=(2,))
+    assert Watched.longest == READ
+    assert LONG < Watched.furthest < LONG + 200
     assert all(0 < s < 1 for s in costs.round_s)
 
 
