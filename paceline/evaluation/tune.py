@@ -18,14 +18,12 @@ import numpy as np
 from paceline.decoding.control import LEAST_GAIN, MAX_DRAFT, Costs, Everything, Pool
 from paceline.decoding.stats import Stats
 from paceline.engine.llm import LLM
-from paceline.engine.profile import LONG, SERIES, SHORT, Profile
+from paceline.engine.profile import LONG, READ, SERIES, SHORT, Profile
 from paceline.evaluation.intervals import Estimate, bootstrap
 from paceline.sampling.params import SamplingParams
 
 SECONDS = 2.0
 """Of each series of rounds that costs are taken from: more than where nobody asked for a measurement."""
-LONGEST = 1024
-"""Tokens of context that costs are measured behind at most: longer ones are taken to cost in proportion."""
 Advance = Callable[[], None]
 
 
@@ -121,7 +119,7 @@ def tune(
     for draft in drafts:
         drafting = llm.with_draft(draft)
         advance = track(SERIES, f"{draft}: what rounds cost")
-        longest = max(2 * SHORT, min(LONGEST, max(map(len, prompts)) + (params.max_tokens or LONG) // 2))
+        longest = max(2 * SHORT, min(LONG, max(map(len, prompts)) + (params.max_tokens or READ) // 2))
         contexts = (SHORT, (SHORT + longest) // 2, longest)
         costs = drafting.measure(batches=batches, contexts=contexts, seconds=SECONDS, advance=advance)
         seen: Pool = {}
