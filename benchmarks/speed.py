@@ -441,11 +441,13 @@ def draw(path: Path, contestants: Sequence[Contestant]) -> None:
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(4.5 * len(panels), 4.6), layout="constrained")
     for number, (title, those) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), number)
+        floors: set[str] = set()  # two sides of one format have the same
         for one in those:
             dashes = DASHES[PANELS[title].index(one.format)]
             times = medians_ms(one.passes_s["target"])
             axes.plot(*times, dashes, marker="o", markersize=4, color=COLOURS[one.engine], label=one.name)
-            if one.facts:
+            if one.facts and one.format not in floors:
+                floors.add(one.format)
                 least = medians_ms(one.floors_s["target"])
                 axes.plot(*least, dashes, color="#999999", linewidth=1, label=f"floor of {one.format}")
         axes.set(title=title, xlabel="M, tokens in one pass", ylabel="milliseconds", xticks=COUNTS, ylim=(0, None))
