@@ -6,7 +6,8 @@ A draft is named as for `paceline generate`; "random" is a model of the target's
 which is never right. Every prompt runs with every K, in an order drawn anew for each, so that the machine's drift, and
 what one run leaves to the next, fall on all alike. A speed is tokens by seconds of decoding; intervals are bootstraps
 over prompts. The best fixed K is chosen for each prompt by all others: chosen by the seconds it is then held against,
-the luckiest K would win. Ends in one JSON line.
+the luckiest K would win. The same is told once more without a clock, each round taking what the profile says of it:
+that is how well auto decides, apart from noise and from what a profile gets wrong. Ends in one JSON line.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline import LLM
+from paceline.decoding.control import Costs
 from paceline.decoding.stats import Stats
 from paceline.evaluation.intervals import bootstrap
 from paceline.evaluation.record import circumstances
@@ -82,29 +84,42 @@ def main(
                     texts.add(tuple(completion.token_ids))
                 if len(texts) > 1:
                     raise SystemExit(f"greedy texts of {task.name} {item.id} differ between values of K: must not be")
-            results[name][task.name] = compare(runs, console, f"{task.name}, {name}")
+            results[name][task.name] = compare(runs, profile.costs, console, f"{task.name}, {name}")
     print(json.dumps({"benchmark": "auto", **circumstances(), "model": model, "results": results}))
 
 
-def compare(runs: dict[Any, list[Stats]], console: Console, title: str) -> dict[str, Any]:
-    seconds = {side: [s.decode_s for s in stats] for side, stats in runs.items()}
-    fixed = [side for side in runs if side != "auto"]
+def by_costs(stats: Stats, costs: Costs) -> float:
+    """Seconds that the rounds of a run would take, were each what the profile says."""
+    context = stats.prompt_tokens + stats.output_tokens / 2
+    drafting = (n * (costs.round(1 + k, context) + costs.draft(k, 1)) for k, n in enumerate(stats.drafts_of, start=1))
+    return (stats.rounds - stats.drafts) * costs.round(1, context) + sum(drafting)
+
+
+def chosen_by_others(seconds: dict[Any, list[float]]) -> list[Any]:
+    """For each prompt the fixed K that is best on all others."""
+    fixed = [side for side in seconds if side != "auto"]
     others = {side: sum(seconds[side]) - np.array(seconds[side]) for side in fixed}
-    best = [min(fixed, key=lambda side: others[side][n]) for n in range(len(seconds[0]))]
-    best_s = [seconds[side][n] for n, side in enumerate(best)]
+    return [min(fixed, key=lambda side: others[side][n]) for n in range(len(seconds[0]))]
+
+
+def compare(runs: dict[Any, list[Stats]], costs: Costs, console: Console, title: str) -> dict[str, Any]:
+    clocked = {side: [s.decode_s for s in stats] for side, stats in runs.items()}
+    told = {side: [by_costs(s, costs) for s in stats] for side, stats in runs.items()}
     ratio: Callable[..., Any] = np.divide
-    against = {
-        "times_plain": bootstrap(ratio, seconds[0], seconds["auto"]),
-        "times_best": bootstrap(ratio, best_s, seconds["auto"]),
-    }
-    table = Table("K", "times plain (95%)", "tokens a round", "drafted", "accepted", title=title)
+    against = {}
+    for seconds, how in ((clocked, ""), (told, "_by_costs")):
+        best_s = [seconds[side][n] for n, side in enumerate(chosen_by_others(seconds))]
+        against["times_plain" + how] = bootstrap(ratio, seconds[0], seconds["auto"])
+        against["times_best" + how] = bootstrap(ratio, best_s, seconds["auto"])
+    table = Table("K", "times plain (95%)", "by costs", "tokens a round", "drafted", "accepted", title=title)
     for side, stats in runs.items():
-        of = bootstrap(ratio, seconds[0], seconds[side])
+        of = bootstrap(ratio, clocked[0], clocked[side])
         total = sum(stats, Stats())
         assert of
         table.add_row(
             str(side),
             f"{of.value:.3f} ({of.low:.3f} to {of.high:.3f})",
+            f"{sum(told[0]) / sum(told[side]):.3f}",
             f"{(total.output_tokens - total.completions) / total.rounds:.2f}",
             str(total.drafted),
             str(total.accepted),
@@ -113,9 +128,11 @@ def compare(runs: dict[Any, list[Stats]], console: Console, title: str) -> dict[
     for name, of in against.items():
         assert of
         console.print(f"auto {name.replace('_', ' ')}: {of.value:.3f} ({of.low:.3f} to {of.high:.3f})")
+    best = chosen_by_others(clocked)
     return {
-        "speed": {str(side): sum(seconds[0]) / sum(of_side) for side, of_side in seconds.items()},
-        "best": {str(side): best.count(side) for side in fixed if side in best},
+        "speed": {str(side): sum(clocked[0]) / sum(of_side) for side, of_side in clocked.items()},
+        "speed_by_costs": {str(side): sum(told[0]) / sum(of_side) for side, of_side in told.items()},
+        "best": {str(side): best.count(side) for side in {*best}},
         **{name: vars(of) for name, of in against.items() if of},
     }
 
