@@ -44,6 +44,7 @@ def drafting(plain: LLM, draft: str) -> LLM:
         torch.manual_seed(0)
         config = plain.target.config
         model = Decoder(replace(config, layers=config.layers[:1]))
+        torch.nn.init.normal_(model.embedding.weight)  # which a decoder leaves to what is loaded
         pack(model)
     return LLM(plain.target, model, tokenizer=plain.tokenizer, max_num_seqs=1)
 

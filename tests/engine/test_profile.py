@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.decoding.control import MAX_DRAFT, Costs
 from paceline.engine import llm as engine
@@ -123,7 +124,9 @@ def test_a_context_that_can_be_filled_is_not_read() -> None:
         layers=(Layer(rope=Rope()),),
         context=2048,
     )
-    costs = measure(Watched(config).eval(), lambda slots, capacity: NgramProposer(11), batches=(2,))
+    target = Watched(config).eval()
+    torch.nn.init.normal_(target.embedding.weight)  # which a decoder leaves to what is loaded
+    costs = measure(target, lambda slots, capacity: NgramProposer(11), batches=(2,))
     assert Watched.longest == READ
     assert LONG < Watched.furthest < LONG + 200
     assert all(0 < s < 1 for s in costs.round_s)
