@@ -23,7 +23,7 @@ FORMATS = {
     "bfloat16": ["--dtype", "bfloat16"],
     "float16": ["--dtype", "float16"],
     "as the file": [],
-    "as the file, int8": ["--activations", "int8"],
+    "int8": ["--activations", "int8"],
 }
 RULES = ("token", "block", "coupled")
 
@@ -45,7 +45,7 @@ def main(
     wanted = list(itertools.product(draft or ["ngram"], formats.split(","), rules.split(",")))
 
     def certify(name: str, form: str, rule: str) -> dict[str, Any]:
-        folder = out / f"{Path(name).name}-{form.replace(',', '').replace(' ', '-')}-{rule}"
+        folder = out / f"{Path(name).name}-{form.replace(' ', '-')}-{rule}"
         command = [sys.executable, "-m", "paceline", "audit", target, "--draft", name, "--verify", rule]
         command += ["-k", str(draft_tokens), "--temperature", str(temperature), "--top-p", str(top_p)]
         command += ["--contexts", str(contexts), "--trials", str(trials), "--seed", "0"]
