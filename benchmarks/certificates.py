@@ -42,6 +42,9 @@ def main(
     rules: str = ",".join(RULES),
     jobs: int = 1,
 ) -> None:
+    for given, known in ((formats, FORMATS), (rules, RULES)):
+        if unknown := {*given.split(",")} - {*known}:
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}: choose from {', '.join(known)}, with commas")
     wanted = list(itertools.product(draft or ["ngram"], formats.split(","), rules.split(",")))
 
     def certify(name: str, form: str, rule: str) -> dict[str, Any]:

@@ -147,6 +147,7 @@ class KVCache(Slots):
 
     def fill(self, slot: int, length: int) -> None:
         """As if that many tokens had been read, with keys and values of 0: for measuring what a context costs."""
+        assert length <= self._capacity, (length, self._capacity)
         for keys_SKCD, values_SKCD in zip(self.keys, self.values, strict=True):
             keys_SKCD[slot, :, :length] = 0
             values_SKCD[slot, :, :length] = 0
