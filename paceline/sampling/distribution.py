@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,10 +120,9 @@ def distributions(
             return [among.lift(each) for each in distributions(logits_TV, params, drafted=drafted)]
     rows, size = logits_TV.shape
     assert len(drafted) == rows - 1, f"{rows} rows need {rows - 1} drafted tokens, not {len(drafted)}"
-    logits_TV = logits_TV.detach().cpu()
     if logits_TV.dtype != torch.float64:
         logits_TV = logits_TV.float()
-    scores_TV: Floats = logits_TV.numpy()
+    scores_TV: Floats = logits_TV.numpy(force=True)
 
     barred = min(max(params.min_tokens - len(output), 0), rows) if end_ids else 0
     if params.logit_bias or barred or params.penalises:
@@ -136,9 +135,10 @@ def distributions(
         _penalise(scores_TV, params, prompt, output, drafted)
 
     if params.temperature == 0:
-        best_T = scores_TV.argmax(-1)
-        _require_finite(scores_TV[np.arange(rows), best_T])
-        return [Distribution(size, np.ones(1, scores_TV.dtype), best_T[t : t + 1]) for t in range(rows)]
+        # Few calls: each costs some ten times as much behind a pass of the target, which has emptied the caches.
+        best_T, one = scores_TV.argmax(-1), np.array((1,), scores_TV.dtype)
+        _require_finite([scores_TV.item(t, best) for t, best in enumerate(best_T.tolist())])
+        return [Distribution(size, one, best_T[t : t + 1]) for t in range(rows)]
     temperature = params.temperature
     if temperature != 1:  # one beyond the numbers of this precision acts as its last one
         limits = torch.finfo(logits_TV.dtype)
@@ -164,7 +164,7 @@ def _softmax(logits_TV: Floats, temperature: float) -> Floats:
     if math.isnan(sum(probs_TV[:, 0].tolist())):
         failed_T = np.isnan(probs_TV[:, 0])
         top_T1 = logits_TV[failed_T].max(-1, keepdims=True)
-        _require_finite(top_T1)
+        _require_finite(top_T1[:, 0])
         # A maximum of 0 stays what it is, and -inf is what the others may become.
         with np.errstate(over="ignore"):
             scaled_TV = (logits_TV[failed_T] - top_T1) / temperature
@@ -175,7 +175,7 @@ def _softmax(logits_TV: Floats, temperature: float) -> Floats:
 def _chosen(logits_V: Floats, temperature: float, params: SamplingParams) -> Distribution:
     """Temperature and filters of one row, min_p or top_k among them."""
     top = logits_V.max()
-    _require_finite(top)
+    _require_finite((top,))
     floor = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
     with np.errstate(over="ignore"):  # -inf is what becomes of a difference beyond all numbers
         ids_N = _largest(logits_V, params.top_k, float(top) + floor)
@@ -208,10 +208,10 @@ def _largest(logits_V: Floats, k: int, floor: float) -> Ids:
     return ids_N
 
 
-def _require_finite(tops: Floats) -> None:
-    if not np.isfinite(tops).all():
+def _require_finite(tops: Iterable[float]) -> None:
+    if failed := [top for top in tops if not math.isfinite(top)]:
         raise ValueError(
-            f"the largest logit of a row is {tops.tolist()}, it must be finite: "
+            f"the largest logit of a row is {failed[0]}, it must be finite: "
             "load the model with dtype='float32', or bar fewer tokens"
         )
 
