@@ -208,15 +208,23 @@ static void scaled(const float *x, int size, float *to) {
         for (int j = 0; j < 8; j++) to[i + j] = x[i + j] * factors[j];
 }
 
+/* One stream of memory is less than the machine can follow by itself (of several it follows enough). What is fetched ahead
+ * is asked for a few lines at a time: a whole block at once would fill up what keeps track of lines under way. */
+INLINE void fetch(const uint8_t *at, int bytes) {
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i + 2048);
+}
+
 /* DO(p, k) with weight[v] for every input k of a block of 32 and every panel p; `at` is where the words of the
- * first panel's block begin, the panels are `stride` bytes apart. */
-#define EACH_WEIGHT(format, panels, at, stride, DO)                                                                    \
+ * first panel's block begin, the panels are `stride` bytes apart. `ahead`: what follows them is fetched. */
+#define EACH_WEIGHT(format, panels, at, stride, ahead, DO)                                                             \
     if (format == FLOAT32) {                                                                                           \
         ROLLED for (int k = 0; k < BLOCK; k += 4, at += 4 * 64) {                                                      \
+            if (ahead) fetch(at, 4 * 64);                                                                              \
             UNROLL for (int j = 0; j < 4; j++) EACH_VEC(panels, DO, k + j, (vec)words(at + 64 * j, p * stride, v))     \
         }                                                                                                              \
     } else if (format == BFLOAT16) {                                                                                   \
         ROLLED for (int k = 0; k < BLOCK; k += 4, at += 2 * 64) {                                                      \
+            if (ahead) fetch(at, 2 * 64);                                                                              \
             UNROLL for (int j = 0; j < 4; j += 2) {                                                                    \
                 EACH_VEC(panels, DO, k + j, (vec)(words(at + 32 * j, p * stride, v) << 16))                            \
                 EACH_VEC(panels, DO, k + j + 1, (vec)(words(at + 32 * j, p * stride, v) & (int32_t)0xffff0000))        \
@@ -224,15 +232,18 @@ static void scaled(const float *x, int size, float *to) {
         }                                                                                                              \
     } else if (format == FLOAT16) {                                                                                    \
         ROLLED for (int k = 0; k < BLOCK; k += 4, at += 2 * 64) {                                                      \
+            if (ahead) fetch(at, 2 * 64);                                                                              \
             UNROLL for (int j = 0; j < 4; j++)                                                                         \
                 EACH_VEC(panels, DO, k + j, halves(at + 32 * j + p * stride + 2 * LANES * v))                          \
         }                                                                                                              \
     } else if (format == Q8_0) {                                                                                       \
         ROLLED for (int k = 0; k < BLOCK; k += 4, at += 64) {                                                          \
+            if (ahead) fetch(at, 64);                                                                                  \
             UNROLL for (int j = 0; j < 4; j++) EACH_VEC(panels, DO, k + j, byte(words(at, p * stride, v), j))          \
         }                                                                                                              \
     } else {                                                                                                           \
         ROLLED for (int k = 0; k < BLOCK; k += 8, at += 64) {                                                          \
+            if (ahead) fetch(at, 64);                                                                                  \
             UNROLL for (int j = 0; j < 8; j++) EACH_VEC(panels, DO, k + j, nibble(words(at, p * stride, v), j))        \
         }                                                                                                              \
     }
@@ -243,15 +254,10 @@ static void scaled(const float *x, int size, float *to) {
         DO(p, k)                                                                                                       \
     }
 
-/* One stream of memory is less than the machine can follow by itself (of several it follows enough). */
-INLINE void fetch(const uint8_t *at, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i + 2048);
-}
-
 /* One block of 32 inputs as floats, [32][16]. */
 INLINE void unpack(int format, const uint8_t *at, float *to) {
 #define STORE(p, k) UNROLL for (int v = 0; v < VECS; v++) store(to + (k) * PANEL + v * LANES, weight[v]);
-    EACH_WEIGHT(format, 1, at, 0, STORE)
+    EACH_WEIGHT(format, 1, at, 0, 1, STORE)
 }
 
 /* What is the same for every tile of a product. */
@@ -285,10 +291,9 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
         UNROLL for (int v = 0; v < VECS; v++) sum[r][p][v] += weight[v] * input;                                       \
     }
         const uint8_t *at = floats ? (const uint8_t *)(floats + b * BLOCK * PANEL) : w + header;
-        if (!floats && panels == 1) fetch(w, bytes);
         if (!is_quantized(format)) {
 #define sum acc
-            if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, ADD) }
+            if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, panels == 1, ADD) }
 #undef sum
             continue;
         }
@@ -297,7 +302,7 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
             UNROLL for (int p = 0; p < panels; p++)
                 UNROLL for (int v = 0; v < VECS; v++)
                     sum[r][p][v] = format == Q4_0 ? all(-8 * o->totals[b * o->rows + r]) : all(0);
-        if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, ADD) }
+        if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, panels == 1, ADD) }
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int v = 0; v < VECS; v++) {
                 const uint8_t *at = w + p * o->stride + 2 * LANES * v;
@@ -516,7 +521,9 @@ static void finish(const Matrix *w, const Result *to, int rows, int panels, int 
 }
 
 #define FORMATS(DO) DO(FLOAT32) DO(BFLOAT16) DO(FLOAT16) DO(Q8_0) DO(Q4_0) DO(Q4_1)
-#define ROWS_OF_A_TILE(DO, f) DO(f, 1, 4) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
+#define EACH_ROWS(DO, f) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
+#define ROWS_OF_A_TILE(DO, f) EACH_ROWS(DO, f) DO(f, 1, 4)
+#define TILES_OF_TWO_PANELS(DO) DO(FLOAT32, 2, 2) DO(FLOAT32, 3, 2) DO(BFLOAT16, 2, 2) DO(FLOAT16, 2, 2)
 
 /* Functions of their own: inlined into one, they are too much for a compiler's register allocation. */
 #define DIRECT(f, rows, panels)                                                                                        \
@@ -528,8 +535,7 @@ static void finish(const Matrix *w, const Result *to, int rows, int panels, int 
         tile(f, rows, 1, blocks, o, at, acc);                                                                          \
     }
 #define DEFINE_DIRECT(f) ROWS_OF_A_TILE(DIRECT, f)
-FORMATS(DEFINE_DIRECT)
-#define EACH_ROWS(DO, f) DO(f, 1, 1) DO(f, 2, 1) DO(f, 3, 1) DO(f, 4, 1) DO(f, 5, 1) DO(f, 6, 1)
+FORMATS(DEFINE_DIRECT) TILES_OF_TWO_PANELS(DIRECT)
 EACH_ROWS(UNPACKED, FLOAT32) EACH_ROWS(UNPACKED, Q8_0) EACH_ROWS(UNPACKED, Q4_0) EACH_ROWS(UNPACKED, Q4_1)
 
 #define KEY(format, rows, panels) (((format) * 16 + (rows)) * 8 + (panels))
@@ -538,7 +544,7 @@ static void direct(int format, int rows, int panels, int blocks, const Operands 
     switch (KEY(format, rows, panels)) {
 #define CALL(f, rows, panels) case KEY(f, rows, panels): direct_##f##_##rows##_##panels(blocks, o, acc); break;
 #define CALLS(f) ROWS_OF_A_TILE(CALL, f)
-        FORMATS(CALLS)
+        FORMATS(CALLS) TILES_OF_TWO_PANELS(CALL)
     }
 }
 
@@ -569,7 +575,6 @@ static void unpacked(int format, int rows, int blocks, const Operands *o, const 
 
 static void unpack_blocks(int format, int blocks, const uint8_t *at, float *to) {
     for (int i = 0; i < blocks; i++, at += block_bytes(format), to += BLOCK * PANEL) {
-        fetch(at, block_bytes(format));
         switch (format) {
 #define CALL_UNPACK(f) case f: unpack(f, at + header_bytes(f), to); break;
             FORMATS(CALL_UNPACK)
@@ -600,6 +605,12 @@ static void tiles(int format, int rows, int blocks, const Operands *o, const flo
 #define UNPACK_FROM 13
 #define SLAB 4
 
+/* Panels that a tile takes at once, each a stream of memory: as many as leave registers for what turns weights into floats. */
+INLINE int panels_of(int format, int rows, int int8_inputs) {
+    if (rows == 1) return WIDE; /* which needs several sums under way anyway */
+    return !int8_inputs && (format == FLOAT32 ? rows <= 3 : !is_quantized(format) && rows <= 2) ? 2 : 1;
+}
+
 /* Panels begin..end of y = x W^T + bias + residual. */
 static void share(const Matrix *w, const Operands *x, int rows, Result to, int begin, int end) {
     float floats[SLAB * BLOCK * PANEL] __attribute__((aligned(64))), acc[ROWS * PANEL] __attribute__((aligned(64)));
@@ -607,8 +618,9 @@ static void share(const Matrix *w, const Operands *x, int rows, Result to, int b
     const int share_floats = rows >= UNPACK_FROM && w->format != FLOAT32 && !x->integers;
     const int slab = w->format == FLOAT32 ? SLAB / 2 : SLAB, small = x->integers ? SMALL_INT8 : SMALL;
     Operands o = *x;
+    const int wide = panels_of(w->format, rows, x->integers != 0);
     for (int panel = begin, panels; panel < end; panel += panels) {
-        panels = rows == 1 && panel + WIDE <= end ? WIDE : 1; /* one row needs several sums under way */
+        panels = panel + wide <= end ? wide : 1;
         o.data = w->data + panel * o.stride;
         clear(acc, rows * panels * PANEL);
         if (rows <= small && x->integers)
