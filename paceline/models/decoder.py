@@ -41,7 +41,7 @@ FEW_ROWS = 16
 product; beyond, that would only multiply the mask by G."""
 
 GATHERED = 32 << 20
-"""Bytes of packed weights that lie together in large pages."""
+"""Bytes of large pages that are asked for at once."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -318,6 +318,7 @@ class Decoder(nn.Module):
         with torch.device("meta"):
             decoder = cls(config)
         missing = {name: tuple(parameter.shape) for name, parameter in decoder.named_parameters()}
+        pages = _Pages()
         for name, tensor in tensors:
             shape = missing.pop(name, None)
             if shape is None:
@@ -328,7 +329,7 @@ class Decoder(nn.Module):
             owner = decoder.get_submodule(owner_name)
             if packed and isinstance(owner, (Linear, Embedding)) and leaf == "weight":
                 if Matrix.fits(shape[1]):
-                    owner.packed = _packed(tensor, dtype)
+                    owner.packed = pages.hold(_packed(tensor, dtype))
                     owner.register_parameter(leaf, None)
                     continue
                 if dtype is not None and isinstance(tensor, torch.Tensor):
@@ -342,7 +343,6 @@ class Decoder(nn.Module):
                 f"{len(missing)} tensors of this {config.architecture} model are missing, {next(iter(missing))} first: "
                 "the checkpoint is incomplete"
             )
-        _gather(decoder)
         return decoder.eval()
 
     def cut(self, layers: Sequence[int]) -> Decoder:
@@ -547,18 +547,20 @@ def reaches_of(
     return reaches
 
 
-def _gather(decoder: Decoder) -> None:
-    """Move packed matrices into large pages, a few at a time: that is how much exists twice."""
-    held: torch.Tensor | None = None
-    parts = [part for part in decoder.modules() if isinstance(part, (Linear, Embedding)) and part.packed is not None]
-    for part in parts:
-        assert part.packed is not None
-        old = part.packed.data
+class _Pages:
+    """Packed matrices one behind the other in large pages, each moved there as soon as it is packed: only one at a time
+    exists twice."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+
+    def hold(self, matrix: Matrix) -> Matrix:
+        old = matrix.data
         size = -(-old.numel() // 64) * 64
-        if held is None or size > len(held):
-            held = kernels.in_large_pages(max(size, GATHERED))
-        new, held = held[: old.numel()].view(old.shape), held[size:]
-        part.packed = replace(part.packed, data=new.copy_(old))
+        if size > len(self._left):
+            self._left = kernels.in_large_pages(max(size, GATHERED))
+        new, self._left = self._left[: old.numel()].view(old.shape), self._left[size:]
+        return replace(matrix, data=new.copy_(old))
 
 
 def pack(module: nn.Module) -> None:
