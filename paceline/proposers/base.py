@@ -71,7 +71,7 @@ class Proposer(Protocol):
 
 def best_chance(logits_1D: torch.Tensor) -> float:
     """How probable the most probable token is by these logits: about the chance that a token drawn here is kept."""
-    return float((logits_1D.max() - logits_1D.logsumexp(-1)).exp())
+    return float(logits_1D.softmax(-1).max())
 
 
 class NoProposer:
