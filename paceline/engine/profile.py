@@ -23,7 +23,7 @@ from paceline.decoding import sequence as decoding
 from paceline.decoding.control import MAX_DRAFT, Costs, Fixed, between
 from paceline.decoding.round import Batch
 from paceline.models.cache import KVCache
-from paceline.models.interface import Cache, Chunk, LanguageModel, Scores
+from paceline.models.interface import Cache, Chunk, InFront, LanguageModel, Scores
 from paceline.proposers.base import Proposer, Request
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
@@ -106,21 +106,14 @@ class _Wrong:
         pass
 
 
-class _Skimming:
+class _Skimming(InFront):
     """The target, but where its cache can be filled it reads of a prompt only the last token: what a pass costs depends
     on how far it looks back, and not on what is there."""
-
-    def __init__(self, target: LanguageModel) -> None:
-        self.target = target
-        self.vocab_size, self.context, self.device = target.vocab_size, target.context, target.device
-
-    def new_cache(self, slots: int, capacity: int) -> Cache:
-        return self.target.new_cache(slots, capacity)
 
     def __call__(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
         if isinstance(cache, KVCache):
             chunks = [self._last(chunk, cache) if len(chunk.tokens) > MAX_DRAFT + 1 else chunk for chunk in chunks]
-        return self.target(chunks, cache, features)
+        return super().__call__(chunks, cache, features)
 
     def _last(self, chunk: Chunk, cache: KVCache) -> Chunk:
         cache.fill(chunk.slot, cache.length(chunk.slot) + len(chunk.tokens) - 1)

@@ -83,3 +83,17 @@ class LanguageModel(Protocol):
         slot.
         """
         ...
+
+
+class InFront:
+    """A `LanguageModel` in front of another one, to which it passes everything on: for what changes a part of it."""
+
+    def __init__(self, inner: LanguageModel) -> None:
+        self.inner = inner
+        self.vocab_size, self.context, self.device = inner.vocab_size, inner.context, inner.device
+
+    def new_cache(self, slots: int, capacity: int) -> Cache:
+        return self.inner.new_cache(slots, capacity)
+
+    def __call__(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
+        return self.inner(chunks, cache, features)

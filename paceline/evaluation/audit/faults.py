@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from paceline.evaluation.audit.subject import Decide, Subject
-from paceline.models.interface import Cache, Chunk, LanguageModel, Scores
+from paceline.models.interface import Cache, Chunk, InFront, Scores
 from paceline.proposers.base import Proposer, Prospect, Request
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
@@ -171,18 +171,11 @@ def _raw(subject: Subject) -> Subject:
     return replace(subject, new_proposer=lambda slots, capacity: _RawProposer(subject.new_proposer(slots, capacity)))
 
 
-class _OffByOne:
+class _OffByOne(InFront):
     """A target whose rows are read one too late: each drafted token is judged by what follows it."""
 
-    def __init__(self, inner: LanguageModel) -> None:
-        self.inner = inner
-        self.vocab_size, self.context, self.device = inner.vocab_size, inner.context, inner.device
-
-    def new_cache(self, slots: int, capacity: int) -> Cache:
-        return self.inner.new_cache(slots, capacity)
-
     def __call__(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
-        scores = self.inner(chunks, cache, features)
+        scores = super().__call__(chunks, cache, features)
         late = [torch.cat((rows_OV[1:], rows_OV[-1:])) if len(rows_OV) > 1 else rows_OV for rows_OV in scores.logits]
         return Scores(late, scores.features)
 

@@ -17,7 +17,7 @@ import torch
 from paceline.decoding import sequence as decoding
 from paceline.decoding.sequence import OutputToken, Provenance, TokenLogprobs
 from paceline.evaluation.audit.subject import Silent, Subject
-from paceline.models.interface import Cache, Chunk, LanguageModel, Scores
+from paceline.models.interface import Cache, Chunk, InFront
 from paceline.proposers.base import Proposer, Prospect, Request
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.draft import Draft
@@ -44,19 +44,12 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-class _Remembering:
+class _Remembering(InFront):
     """A target that remembers the cache it made."""
 
-    def __init__(self, inner: LanguageModel) -> None:
-        self._inner = inner
-        self.vocab_size, self.context, self.device = inner.vocab_size, inner.context, inner.device
-
     def new_cache(self, slots: int, capacity: int) -> Cache:
-        self.cache = self._inner.new_cache(slots, capacity)
+        self.cache = super().new_cache(slots, capacity)
         return self.cache
-
-    def __call__(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
-        return self._inner(chunks, cache, features)
 
 
 class Watched:
