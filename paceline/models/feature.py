@@ -136,6 +136,11 @@ class FeatureDraft(nn.Module):
         rope = self.config.layers[0].rope
         return None if rope is None else table(rope, self.config.head_dim, self.dtype, self.device)
 
+    @functools.cached_property
+    def _native_angles(self) -> Table | None:
+        """The same, looked up once: what runs in the kernels stays where it is."""
+        return self.angles()
+
     def rotation(self, spans: Sequence[tuple[int, int]]) -> Rotation | None:
         return None if (angles := self.angles()) is None else angles.at(spans)
 
@@ -152,7 +157,7 @@ class FeatureDraft(nn.Module):
         if (native := self._native) is not None:
             x_NH, inputs_NI = self.read(self.embed(tokens_N), given_NH)
             places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
-            rotation = None if (angles := self.angles()) is None else angles.upto(max(stop for _, stop in spans))
+            rotation = None if (angles := self._native_angles) is None else angles.upto(max(stop for _, stop in spans))
             held = kernels.Places(places, None, rotation, inputs_NI.contiguous())
             hidden_NH = native(0, 1, x_NH.clone(), [held], cache.native)
         else:
