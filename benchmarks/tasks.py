@@ -1,6 +1,6 @@
 """Which draft pays on which kind of text? The evaluation prompts of several tasks, each with every draft in turn.
 
-    python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft D -k 2 -k 4 [--dtype D]
+    python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft D -k 2 -k auto [--dtype D]
 
 DATA is a folder with xsum_test_100.jsonl, gsm8k_test.jsonl and spec_bench.jsonl; what is not there is left out. A draft
 is "ngram", a folder made by `paceline train`, or "ngram+FOLDER" (prompt lookup where it finds something); "@0.3" behind
@@ -20,7 +20,7 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -55,7 +55,7 @@ def prompts_of(data: Path, human_eval: Path | None, count: int, llm: LLM) -> dic
     return {name: shuffle.sample(of_task, min(count, len(of_task))) for name, of_task in prompts.items()}
 
 
-def drafting(llm: LLM, draft: str, k: int) -> LLM:
+def drafting(llm: LLM, draft: str, k: int | Literal["auto"]) -> LLM:
     folder, _, p_min = draft.removeprefix("ngram+").partition("@")
     if draft == "ngram":
         other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
@@ -84,7 +84,7 @@ def main(
     draft: Annotated[list[str], typer.Option()],
     model: str = "smollm2-135m",
     human_eval: Path | None = None,
-    k: Annotated[list[int] | None, typer.Option("-k")] = None,
+    k: Annotated[list[str] | None, typer.Option("-k", help="Tokens drafted a round, or auto.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Of the tasks, those whose names contain this.")] = None,
     prompts: int = 40,
     max_tokens: int = 64,
@@ -92,6 +92,7 @@ def main(
     top_p: float = 1.0,
     dtype: str = "auto",
     quantize: str | None = None,
+    activations: str = "auto",
     threads: int | None = None,
     llama: Annotated[Path | None, typer.Option(help="The same weights for llama.cpp.")] = None,
     llama_python: Annotated[str, typer.Option(help="The Python that has llama-cpp-python.")] = sys.executable,
@@ -100,8 +101,9 @@ def main(
     if llama:
         count = threads or torch.get_num_threads()
         peer = Side("llama.cpp", python=llama_python, target=llama, draft=None, threads=count)
-    plain = LLM(model, None, dtype=dtype, quantize=quantize, threads=threads)
-    sides = {(name, n): drafting(plain, name, n) for name in draft for n in k or [4]}
+    plain = LLM(model, None, dtype=dtype, quantize=quantize, activations=activations, threads=threads)
+    counts: list[int | Literal["auto"]] = ["auto" if n == "auto" else int(n) for n in k or ["4"]]
+    sides = {(name, n): drafting(plain, name, n) for name in draft for n in counts}
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=1)
     chosen = {
         name: found

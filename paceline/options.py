@@ -118,8 +118,9 @@ class ModelOptions(TargetOptions):
     draft: Annotated[
         str,
         _drafting(
-            "Where drafted tokens come from: auto, none, ngram (prompt lookup), a folder that train made, or a model,"
-            " named as --model. ngram+NAME asks prompt lookup first."
+            "Where drafted tokens come from: auto, none, ngram (prompt lookup), a folder that train made,"
+            " smollm2-135m-eagle3 (of the built-in model), or a model, named as --model. ngram+NAME asks prompt lookup"
+            " first."
         ),
     ] = "auto"
     draft_tokens: Annotated[

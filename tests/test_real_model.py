@@ -17,6 +17,7 @@ import paceline.kernels as kernels
 from paceline import LLM, SamplingParams, load
 from paceline.checkpoints import gguf_file
 from paceline.checkpoints.load import Checkpoint
+from paceline.decoding.stats import Stats
 from paceline.models.decoder import Decoder
 from paceline.models.interface import Chunk
 from paceline.models.quant import Quantized
@@ -53,6 +54,7 @@ def drafts(checkpoint: Checkpoint) -> dict[str, Any]:
         "layer cut": checkpoint.model.cut((0, 1, 28, 29)),
         "ngram": "ngram",
         "bad": checkpoint.model.cut((7,)),
+        "shipped": "smollm2-135m-eagle3",
     }
 
 
@@ -83,8 +85,19 @@ def params(verify: str) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=n, seed=i, **sampled) for i, n in enumerate(LENGTHS)]  # type: ignore[arg-type]
 
 
+def test_half_of_what_the_shipped_draft_proposes_first_is_accepted(checkpoint: Checkpoint) -> None:
+    prompts = [
+        f"{prompt}\n" for prompt in ("def add(a, b):", "def is_even(n):", "# Sum of a list", "Q: What is 3 + 4?\nA:")
+    ]
+    completions = llm(checkpoint, "smollm2-135m-eagle3", draft_tokens=1).generate(
+        prompts, SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    )
+    whole = sum((completion.outputs[0].stats for completion in completions), Stats())
+    assert whole.accepted / whole.drafted > 0.4, whole
+
+
 @pytest.mark.parametrize("k", [1, 2, 4, 7])
-@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad"])
+@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad", "shipped"])
 def test_greedy_tokens_are_the_same_for_every_k_draft_and_batch(
     checkpoint: Checkpoint, drafts: dict[str, Any], plain: Callable[[str], list[list[int]]], name: str, k: int
 ) -> None:
@@ -101,7 +114,7 @@ def test_greedy_batches_without_a_draft_equal_single_decoding(
         assert texts(llm(checkpoint, None, max_num_seqs=slots), PROMPTS, params("token")) == plain("token")
 
 
-@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad"])
+@pytest.mark.parametrize("name", ["layer cut", "ngram", "bad", "shipped"])
 def test_coupled_sampling_gives_the_same_text_for_every_draft(
     checkpoint: Checkpoint, drafts: dict[str, Any], plain: Callable[[str], list[list[int]]], name: str
 ) -> None:

@@ -33,6 +33,8 @@ from paceline.models.heads import Heads
 SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "num_layers", "vocab_size")
 """Of the target. A draft made for other sizes cannot read its states or stand for its layers."""
 MOST_HEADS = 16
+SHIPPED = Path(__file__).parents[1] / "drafts"
+"""The drafts that come with built-in models, each in a folder of its own name."""
 Module = FeatureDraft | Heads | Decoder
 """What a draft is, by its kind."""
 
@@ -55,6 +57,11 @@ def is_draft(path: Path) -> bool:
         return read_json(path / "config.json").get("model_type") == DRAFT
     except (OSError, ValueError):
         return False
+
+
+def shipped_draft(name: str) -> Path | None:
+    """The folder of the draft of this name that comes with a built-in model; None for any other name."""
+    return next((folder for folder in SHIPPED.iterdir() if folder.name == name), None)
 
 
 # The kinds

@@ -45,7 +45,7 @@ class Control(Protocol):
         ...
 
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
-        """What became of the draft chosen last for this slot."""
+        """What became of the draft chosen last for this slot; 0 drafted where there was none, or it came out empty."""
         ...
 
 
@@ -163,6 +163,8 @@ class _Slot:
     seen: Pool = field(default_factory=dict)
     kind: str = ""
     """Of the draft that was chosen last."""
+    asked: int = 0
+    """Tokens that a model was asked for then. Where it ends its drafts early, what it left out was not kept either."""
     saved_s: float = 0.0
     """What may be spent on a probe."""
 
@@ -211,19 +213,23 @@ class Adaptive:
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
             held.kind = ahead.kind if ahead else ""
+            held.asked = 0
             held.saved_s = 0.0 if chosen[n] else held.saved_s + PROBING * plain_s
             if ahead and not chosen[n]:
                 probe_s = self._round_s(len(requests) + 1, context) - plain_s
                 probe_s += self._draft_s(1, 1) + self.costs.read_s * ahead.unread if ahead.by_model else 0.0
                 if held.saved_s >= probe_s:
                     chosen[n], held.saved_s = 1, 0.0
+            if ahead and ahead.by_model:
+                held.asked = chosen[n]
         return chosen
 
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
-        if drafted:
-            held = self._slots[slot]
-            held.seen.setdefault(held.kind, Acceptance(RECENT)).learn(drafted, accepted)
-            self._of_all(held.kind).learn(drafted, accepted)
+        held = self._slots[slot]
+        if asked := max(drafted, held.asked):
+            held.seen.setdefault(held.kind, Acceptance(RECENT)).learn(asked, accepted)
+            self._of_all(held.kind).learn(asked, accepted)
+        held.asked = 0
 
     def _of_all(self, kind: str) -> Acceptance:
         return self.pool.setdefault(kind, Acceptance.believed(UNKNOWN, FEW))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from paceline.checkpoints.drafts import is_draft, load_draft
+from paceline.checkpoints.drafts import is_draft, load_draft, shipped_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
@@ -59,9 +59,10 @@ class LLM:
     model: a built-in name ("smollm2-135m"), a folder, a .gguf file, a hub id, or a model in memory: one of ours, or
         any causal model of transformers (then with `tokenizer`).
     draft: "auto" (the best for this target), None (plain decoding), "ngram" (prompt lookup), a folder that `paceline
-        train` made for this target, or a model, given in any of the ways of `model`. "ngram+..." ahead of a name:
-        prompt lookup where it finds something, that draft elsewhere. A draft with another tokenizer proposes the tokens
-        that both know; a draft in memory without `draft_tokenizer` has the target's.
+        train` made for this target, "smollm2-135m-eagle3" (the draft that comes with that model), or a model, given in
+        any of the ways of `model`. "ngram+..." ahead of a name: prompt lookup where it finds something, that draft
+        elsewhere. A draft with another tokenizer proposes the tokens that both know; a draft in memory without
+        `draft_tokenizer` has the target's.
     draft_tokens: K, how many tokens a round drafts; 0 is plain decoding. "auto" chooses K for every sequence and round
         by what a round costs on this machine and what the sequence kept of its drafts so far, 0 included. The costs are
         those that `paceline tune` measured, or are measured before the first draft (a few seconds) and kept in the
@@ -363,6 +364,8 @@ class LLM:
             lookup, behind = self._proposers("ngram", None, how), draft.removeprefix(AHEAD)
             others = self._proposers(behind, draft_tokenizer, how)
             return lambda slots, capacity: FirstOf(lookup(slots, capacity), others(slots, capacity))
+        if isinstance(draft, str) and (shipped := shipped_draft(draft)):
+            draft = shipped
         if isinstance(draft, (str, Path)) and is_draft(Path(draft)):
             return self.new_proposer(Path(draft))
         device = str(self.target.device)

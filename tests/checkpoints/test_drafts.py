@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoints.drafts import describe_draft, is_draft, load_draft
+from paceline.checkpoints.drafts import SHIPPED, describe_draft, is_draft, load_draft, shipped_draft
 from paceline.checkpoints.load import load
 from tests.training.test_learners import CONFIG, IDS, learner, target
 
@@ -161,3 +161,18 @@ def test_others_may_read_what_was_saved(folder: Path) -> None:
 def test_a_draft_is_no_model_by_itself(folder: Path) -> None:
     with pytest.raises(ValueError, match="give it as the draft, not as a model"):
         load(str(folder))
+
+
+def test_a_draft_that_comes_with_a_model_is_known_by_its_name_alone() -> None:
+    assert shipped_draft("smollm2-135m-eagle3") == SHIPPED / "smollm2-135m-eagle3"
+    for name in ("smollm2-135m", "", ".", "..", str(SHIPPED / "smollm2-135m-eagle3"), "org/smollm2-135m-eagle3"):
+        assert shipped_draft(name) is None
+
+
+def test_drafts_that_come_with_a_model_are_small_and_described() -> None:
+    for folder in SHIPPED.iterdir():
+        files = {file.name: file.stat().st_size for file in folder.iterdir()}
+        assert files.keys() == {"README.md", "config.json", "model.safetensors"}
+        assert sum(files.values()) <= 12 << 20
+        values = json.loads((folder / "config.json").read_text())
+        assert folder.name == f"{values['target']['name']}-{values['kind']}"

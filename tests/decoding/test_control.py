@@ -187,6 +187,29 @@ def test_a_sequence_that_turns_better_is_found_out() -> None:
     assert sum(on[-50:]) / 50 > 3
 
 
+@pytest.mark.parametrize("by_model", [True, False])
+def test_what_a_model_leaves_out_of_its_drafts_was_not_kept_either(by_model: bool) -> None:
+    """A model that ends its drafts early is paid for what it was asked; lookups that come out short cost nothing."""
+    made = control(costs(0.1, draft_s=0.2), (0.9, 0.9), by_model=by_model)
+    (asked,) = made.choose(requests())
+    assert asked > 1
+    for _ in range(20):
+        made.choose(requests())
+        made.learn(0, drafted=0, accepted=0)
+    assert (made.choose(requests()) == [0]) is by_model
+
+
+def test_what_was_asked_for_counts_once() -> None:
+    made = control(costs(0.1), (0.9, 0.9), by_model=True)
+    (asked,) = made.choose(requests())
+    made.learn(0, drafted=1, accepted=1)
+    seen = made._slots[0].seen["kind 0"]
+    assert (seen.accepted, seen.reached) == ([1, 0], [1, 1])
+    made.learn(0, drafted=0, accepted=0)  # a round that had no room to draft
+    assert (seen.accepted, seen.reached) == ([1, 0], [1, 1])
+    assert asked > 1
+
+
 def test_kinds_are_told_apart() -> None:
     """Of two kinds, one is right and one wrong: each has its own K, in one sequence."""
     proposer = Ahead(Prospect("good"))
