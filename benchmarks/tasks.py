@@ -3,8 +3,8 @@
     python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft D -k 2 -k auto [--dtype D]
 
 DATA is a folder with xsum_test_100.jsonl, gsm8k_test.jsonl and spec_bench.jsonl; what is not there is left out. A draft
-is "ngram", a folder made by `paceline train`, or "ngram+FOLDER" (prompt lookup where it finds something); "@0.3" behind
-a folder ends its drafts by `draft_p_min`.
+is "ngram", one that comes with a model, by its name, a folder made by `paceline train`, or "ngram+..." ahead of one of
+these (prompt lookup where it finds something); "@0.3" behind it ends its drafts by `draft_p_min`.
 The prompts are those of `paceline bench`.
 
 Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
@@ -30,6 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline import LLM, SamplingParams
+from paceline.checkpoints.drafts import shipped_draft
 from paceline.decoding.stats import Stats
 from paceline.evaluation.intervals import ratio
 from paceline.evaluation.record import circumstances
@@ -61,7 +62,7 @@ def drafting(llm: LLM, draft: str, k: int | Literal["auto"]) -> LLM:
         other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
         other.draft_tokens = k
         return other
-    made = llm.new_proposer(Path(folder), p_min=float(p_min or 0))
+    made = llm.new_proposer(shipped_draft(folder) or Path(folder), p_min=float(p_min or 0))
     if draft.startswith("ngram+"):
         other = llm.with_draft(
             lambda slots, capacity: FirstOf(NgramProposer(llm.target.vocab_size), made(slots, capacity))
