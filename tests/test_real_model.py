@@ -85,7 +85,7 @@ def params(verify: str) -> list[SamplingParams]:
     return [SamplingParams(max_tokens=n, seed=i, **sampled) for i, n in enumerate(LENGTHS)]  # type: ignore[arg-type]
 
 
-def test_half_of_what_the_shipped_draft_proposes_first_is_accepted(checkpoint: Checkpoint) -> None:
+def test_the_shipped_draft_is_right_two_times_in_five(checkpoint: Checkpoint) -> None:
     prompts = [
         f"{prompt}\n" for prompt in ("def add(a, b):", "def is_even(n):", "# Sum of a list", "Q: What is 3 + 4?\nA:")
     ]

@@ -61,7 +61,7 @@ def is_draft(path: Path) -> bool:
 
 def shipped_draft(name: str) -> Path | None:
     """The folder of the draft of this name that comes with a built-in model; None for any other name."""
-    return next((folder for folder in SHIPPED.iterdir() if folder.name == name), None)
+    return next((folder for folder in SHIPPED.glob("*") if folder.name == name), None)
 
 
 # The kinds
