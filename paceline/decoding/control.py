@@ -241,7 +241,7 @@ class Adaptive:
         own = self._slots[request.slot].seen.get(ahead.kind, Acceptance(RECENT))
         others = self.believed.get(ahead.kind, UNKNOWN) if _alone(request) else self._of_all(ahead.kind).rates()
         first, later = own.rates(others, OF_POOL)
-        return [first * later**i for i in range(min(request.k, MAX_DRAFT))]
+        return [first * later**i for i in range(min(request.k, MAX_DRAFT, ahead.most or MAX_DRAFT))]
 
     def _allot(
         self,

@@ -40,6 +40,8 @@ class Prospect:
     """A model drafts, which takes time; otherwise it takes none worth counting."""
     unread: int = 0
     """Tokens that the model would have to read first, beyond those of every round."""
+    most: int | None = None
+    """Tokens that it can draft at all, where that is a fixed number."""
 
 
 class Proposer(Protocol):

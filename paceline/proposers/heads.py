@@ -31,7 +31,7 @@ class HeadsProposer:
         self._last[slot] = features_TFH[-1, 0]
 
     def prospects(self, requests: Sequence[Request]) -> list[Prospect | None]:
-        return [Prospect("heads", by_model=True) for _ in requests]
+        return [Prospect("heads", by_model=True, most=len(self.model.layers)) for _ in requests]
 
     def propose(self, requests: Sequence[Request]) -> list[Draft]:
         most = min(max(r.k for r in requests), len(self.model.layers))

@@ -199,6 +199,13 @@ def test_what_a_model_leaves_out_of_its_drafts_was_not_kept_either(by_model: boo
     assert (made.choose(requests()) == [0]) is by_model
 
 
+def test_no_more_is_asked_for_than_there_are_heads() -> None:
+    made = control(costs(0.01), (1.0, 1.0))
+    assert made.choose(requests()) == [MAX_DRAFT]
+    made.proposer = Ahead(Prospect("kind 0", by_model=True, most=3))
+    assert made.choose(requests()) == [3]
+
+
 def test_what_was_asked_for_counts_once() -> None:
     made = control(costs(0.1), (0.9, 0.9), by_model=True)
     (asked,) = made.choose(requests())
