@@ -30,7 +30,7 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline import LLM, SamplingParams
-from paceline.checkpoints.drafts import shipped_draft
+from paceline.checkpoints.drafts import find_draft
 from paceline.decoding.stats import Stats
 from paceline.evaluation.intervals import ratio
 from paceline.evaluation.record import circumstances
@@ -62,7 +62,7 @@ def drafting(llm: LLM, draft: str, k: int | Literal["auto"]) -> LLM:
         other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
         other.draft_tokens = k
         return other
-    made = llm.new_proposer(shipped_draft(folder) or Path(folder), p_min=float(p_min or 0))
+    made = llm.new_proposer(find_draft(folder) or Path(folder), p_min=float(p_min or 0))
     if draft.startswith("ngram+"):
         other = llm.with_draft(
             lambda slots, capacity: FirstOf(NgramProposer(llm.target.vocab_size), made(slots, capacity))
@@ -163,7 +163,7 @@ def main(
             }
             table.add_row(
                 task,
-                Path(key[0]).name if "+" not in key[0] else "ngram+" + Path(key[0]).name,
+                ("ngram+" if key[0].startswith("ngram+") else "") + Path(key[0].removeprefix("ngram+")).name,
                 str(key[1]),
                 f"{ratio:.2f} ({low:.2f} to {high:.2f})"
                 + (f", llama.cpp {results[task]['drafts'][name]['times_llama'][0]:.2f}" if of_peer else ""),

@@ -275,7 +275,7 @@ def train(
 
 @command
 def export(
-    draft: Annotated[Path, typer.Argument(help="A folder that `paceline train` made.", show_default=False)],
+    draft: Annotated[str, typer.Argument(help="A trained draft, named as for generate.", show_default=False)],
     *,
     format: Annotated[
         Literal["hf", "vllm-eagle3", "vllm-eagle", "vllm-medusa"],
@@ -356,7 +356,7 @@ def pull(
 def info(
     model: Annotated[str, typer.Argument(help="Named as for generate.", show_default=False)],
     *,
-    draft: Annotated[str | None, typer.Option(help="Say also whether this model can draft for it.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Say also whether this can draft for it, named as there.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Describe a model without reading its weights."""
@@ -365,9 +365,10 @@ def info(
 
     found, fit = inspect_model(model), None
     if draft is not None:
-        from paceline.checkpoints.drafts import is_draft
+        from paceline.checkpoints.drafts import find_draft
 
-        fit = _fit_trained(found, Path(draft)) if is_draft(Path(draft)) else _fit(found, inspect_model(draft))
+        folder = find_draft(draft)
+        fit = _fit_trained(found, folder, draft) if folder else _fit(found, inspect_model(draft))
     if as_json:
         typer.echo(json.dumps(inspection_record(found) | ({"draft": fit} if fit else {})))
         return
@@ -487,11 +488,11 @@ def _compare(
         comparison(speculative, plain, same_text)
 
 
-def _fit_trained(target: Inspection, draft: Path) -> dict[str, Any]:
-    """Whether the draft that was trained in this folder is one for `target`."""
+def _fit_trained(target: Inspection, draft: Path, name: str) -> dict[str, Any]:
+    """Whether the trained draft in this folder is one for `target`. `name`: what the user called it."""
     from paceline.checkpoints.drafts import describe_draft
 
-    fit: dict[str, Any] = {"name": str(draft)}
+    fit: dict[str, Any] = {"name": name}
     if target.config is None:
         return fit | {"fits": False, "reason": "it is for a target that Paceline's own decoder runs"}
     try:

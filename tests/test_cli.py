@@ -537,6 +537,12 @@ def test_info_is_readable(model: str, plain_model: str) -> None:
     assert re.search(r"chat template +no", run("info", plain_model).stdout)
 
 
+def test_info_knows_the_draft_that_comes_with_a_model(model: str) -> None:
+    fits = json.loads(run("info", model, "--draft", "smollm2-135m-eagle3", "--json").stdout)["draft"]
+    assert (fits["name"], fits["fits"]) == ("smollm2-135m-eagle3", False)
+    assert re.search("made for a target whose hidden_size is 576", fits["reason"])
+
+
 def test_info_says_whether_a_draft_fits(model: str, draft: str, plain_model: str) -> None:
     fits = json.loads(run("info", model, "--draft", draft, "--json").stdout)["draft"]
     assert fits["fits"]

@@ -59,9 +59,11 @@ def is_draft(path: Path) -> bool:
         return False
 
 
-def shipped_draft(name: str) -> Path | None:
-    """The folder of the draft of this name that comes with a built-in model; None for any other name."""
-    return next((folder for folder in SHIPPED.glob("*") if folder.name == name), None)
+def find_draft(name: str | Path) -> Path | None:
+    """The folder of a trained draft: a path, or the name of one that comes with a built-in model; None for neither."""
+    known = {folder.name: folder for folder in SHIPPED.glob("*")}
+    folder = Path(name) if os.path.exists(name) else known.get(str(name), Path(name))
+    return folder if is_draft(folder) else None
 
 
 # The kinds

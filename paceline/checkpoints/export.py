@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoints import folder, gguf_file
 from paceline.checkpoints.describe import describe
-from paceline.checkpoints.drafts import is_draft, read_draft
+from paceline.checkpoints.drafts import find_draft, read_draft
 from paceline.checkpoints.gguf_tokenizer import parts_of
 from paceline.checkpoints.load import Checkpoint, inspect, load
 from paceline.checkpoints.names import MODULES
@@ -295,23 +295,23 @@ def _json(values: Mapping[str, Any]) -> bytes:
 # Writing and checking
 
 
-def export(draft: Path, format: str, out: Path, *, target: str | None = None) -> list[str]:
+def export(draft: str | Path, format: str, out: Path, *, target: str | None = None) -> list[str]:
     """Write the draft to the new folder `out`, whole and checked, and say in lines of text how it is run there.
 
-    `target` is the model it was trained for, by default as the draft names it. ValueError for a draft that the format
-    does not fit or that the target does not.
+    `draft` is a folder, or the name of one that comes with a built-in model. `target` is the model it was trained for,
+    by default as the draft names it. ValueError for a draft that the format does not fit or that the target does not.
     """
     if format not in FORMATS:
         raise ValueError(f"format is {format!r}, it must be one of {', '.join(FORMATS)}")
-    if not is_draft(draft):
+    if (path := find_draft(draft)) is None:
         raise ValueError(f"{draft} holds no draft: name a folder that `paceline train` made")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already: name a new folder")
-    made, kind = FORMATS[format], folder.read_json(draft / "config.json").get("kind")
+    made, kind = FORMATS[format], folder.read_json(path / "config.json").get("kind")
     if kind != made.kind:
         fits = "".join(f": use {name}" for name, other in FORMATS.items() if other.kind == kind)
         raise ValueError(f"{format} is for drafts of kind {made.kind}, and this is one of kind {kind}{fits}")
-    given = _given(draft, made.kind, target)
+    given = _given(path, made.kind, target)
     layout = made.layout(given)
     config = {**layout.config, "torch_dtype": str(given.dtype).removeprefix("torch.")}
     method, taken = layout.vllm["method"], ("eagle-", "eagle3", "dflash", "dspark")
@@ -329,7 +329,7 @@ def export(draft: Path, format: str, out: Path, *, target: str | None = None) ->
             (there / name).write_bytes(data)
         # safetensors makes files for their owner alone, and engines often run as somebody else.
         (there / "model.safetensors").chmod((there / "config.json").stat().st_mode)
-        _check(there, draft, layout, config, given)
+        _check(there, path, layout, config, given)
         if out.exists():
             out.rmdir()
         os.replace(there, out)

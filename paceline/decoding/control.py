@@ -164,7 +164,7 @@ class _Slot:
     kind: str = ""
     """Of the draft that was chosen last."""
     asked: int = 0
-    """Tokens that a model was asked for then. Where it ends its drafts early, what it left out was not kept either."""
+    """Tokens that a model was asked for then. Where it ended its draft early, what it left out counts as not kept."""
     saved_s: float = 0.0
     """What may be spent on a probe."""
 
@@ -203,6 +203,9 @@ class Adaptive:
                 found = self._choose([requests[n] for n in group], [prospects[n] for n in group])
                 for n, k in zip(group, found, strict=True):
                     chosen[n] = k
+        for request, ahead, k in zip(requests, prospects, chosen, strict=True):
+            held = self._slots[request.slot]
+            held.kind, held.asked = (ahead.kind, k if ahead.by_model else 0) if ahead else ("", 0)
         return chosen
 
     def _choose(self, requests: Sequence[Request], prospects: Sequence[Prospect | None]) -> list[int]:
@@ -212,16 +215,12 @@ class Adaptive:
         plain_s = self._round_s(len(requests), context)
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
-            held.kind = ahead.kind if ahead else ""
-            held.asked = 0
             held.saved_s = 0.0 if chosen[n] else held.saved_s + PROBING * plain_s
             if ahead and not chosen[n]:
                 probe_s = self._round_s(len(requests) + 1, context) - plain_s
                 probe_s += self._draft_s(1, 1) + self.costs.read_s * ahead.unread if ahead.by_model else 0.0
                 if held.saved_s >= probe_s:
                     chosen[n], held.saved_s = 1, 0.0
-            if ahead and ahead.by_model:
-                held.asked = chosen[n]
         return chosen
 
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
@@ -241,7 +240,7 @@ class Adaptive:
         own = self._slots[request.slot].seen.get(ahead.kind, Acceptance(RECENT))
         others = self.believed.get(ahead.kind, UNKNOWN) if _alone(request) else self._of_all(ahead.kind).rates()
         first, later = own.rates(others, OF_POOL)
-        return [first * later**i for i in range(min(request.k, MAX_DRAFT, ahead.most or MAX_DRAFT))]
+        return [first * later**i for i in range(_reach(request, ahead))]
 
     def _allot(
         self,
@@ -293,6 +292,11 @@ class Adaptive:
         return self._by_k[k, sequences]
 
 
+def _reach(request: Request, ahead: Prospect) -> int:
+    """Tokens that a draft may have at most."""
+    return min(request.k, MAX_DRAFT, ahead.most or MAX_DRAFT)
+
+
 def _alone(request: Request) -> bool:
     params = request.sampler.params
     return params.seed is not None and params.temperature > 0
@@ -301,6 +305,5 @@ def _alone(request: Request) -> bool:
 class Everything(Adaptive):
     """As many tokens as a round drafts at most, whatever it costs: for finding out what is accepted."""
 
-    def choose(self, requests: Sequence[Request]) -> list[int]:
-        super().choose(requests)  # which notes the kind of each draft
-        return [min(request.k, MAX_DRAFT) for request in requests]
+    def _choose(self, requests: Sequence[Request], prospects: Sequence[Prospect | None]) -> list[int]:
+        return [_reach(r, ahead) if ahead else 0 for r, ahead in zip(requests, prospects, strict=True)]

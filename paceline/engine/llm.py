@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from paceline.checkpoints.drafts import is_draft, load_draft, shipped_draft
+from paceline.checkpoints.drafts import find_draft, load_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
@@ -364,10 +364,8 @@ class LLM:
             lookup, behind = self._proposers("ngram", None, how), draft.removeprefix(AHEAD)
             others = self._proposers(behind, draft_tokenizer, how)
             return lambda slots, capacity: FirstOf(lookup(slots, capacity), others(slots, capacity))
-        if isinstance(draft, str) and (shipped := shipped_draft(draft)):
-            draft = shipped
-        if isinstance(draft, (str, Path)) and is_draft(Path(draft)):
-            return self.new_proposer(Path(draft))
+        if isinstance(draft, (str, Path)) and (folder := find_draft(draft)):
+            return self.new_proposer(folder)
         device = str(self.target.device)
         drafting = _loaded(draft, draft_tokenizer or self.tokenizer, replace(how, device=device))
         vocabulary = VocabularyMap(

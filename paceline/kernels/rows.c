@@ -290,10 +290,13 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
         vec input = all(x[r * ldx + (k)]);                                                                             \
         UNROLL for (int v = 0; v < VECS; v++) sum[r][p][v] += weight[v] * input;                                       \
     }
+#define EACH_SUM_OF_WEIGHTS                                                                                            \
+    if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, 0, ADD) }                                                        \
+    else { EACH_WEIGHT(format, panels, at, o->stride, panels == 1, ADD) }
         const uint8_t *at = floats ? (const uint8_t *)(floats + b * BLOCK * PANEL) : w + header;
         if (!is_quantized(format)) {
 #define sum acc
-            if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, panels == 1, ADD) }
+            EACH_SUM_OF_WEIGHTS
 #undef sum
             continue;
         }
@@ -302,7 +305,7 @@ INLINE void tile(int format, int rows, int panels, int blocks, const Operands *o
             UNROLL for (int p = 0; p < panels; p++)
                 UNROLL for (int v = 0; v < VECS; v++)
                     sum[r][p][v] = format == Q4_0 ? all(-8 * o->totals[b * o->rows + r]) : all(0);
-        if (floats) { EACH_WEIGHT(FLOAT32, panels, at, 0, 0, ADD) } else { EACH_WEIGHT(format, panels, at, o->stride, panels == 1, ADD) }
+        EACH_SUM_OF_WEIGHTS
         UNROLL for (int p = 0; p < panels; p++)
             UNROLL for (int v = 0; v < VECS; v++) {
                 const uint8_t *at = w + p * o->stride + 2 * LANES * v;
@@ -605,7 +608,8 @@ static void tiles(int format, int rows, int blocks, const Operands *o, const flo
 #define UNPACK_FROM 13
 #define SLAB 4
 
-/* Panels that a tile takes at once, each a stream of memory: as many as leave registers for what turns weights into floats. */
+/* Panels that a tile takes at once, each a stream of memory: as many as leave registers for what turns weights into
+ * floats. */
 INLINE int panels_of(int format, int rows, int int8_inputs) {
     if (rows == 1) return WIDE; /* which needs several sums under way anyway */
     return !int8_inputs && (format == FLOAT32 ? rows <= 3 : !is_quantized(format) && rows <= 2) ? 2 : 1;

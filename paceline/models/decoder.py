@@ -309,7 +309,7 @@ class Decoder(nn.Module):
 
         `packed` stores them for the CPU kernels, where there are any (`kernels.notice` says why not); activations and
         cache are then float32, and so they are where matrices come in several types. Norms and biases of a packed
-        model are float32 too. Tensors are taken one at a time, so at most one exists twice, and taken over where
+        model are float32 too. Tensors are taken one at a time, so only one exists more than once, and taken over where
         nothing has to change. Every name and shape must be the config's.
         """
         packed = packed and kernels.available()
@@ -549,7 +549,7 @@ def reaches_of(
 
 class _Pages:
     """Packed matrices one behind the other in large pages, each moved there as soon as it is packed: only one at a time
-    exists twice."""
+    exists more than once."""
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import Progress
 
-from paceline.checkpoints.drafts import is_draft, read_draft
+from paceline.checkpoints.drafts import find_draft, is_draft, read_draft
 from paceline.checkpoints.folder import read_json
 from paceline.decoding.control import MAX_DRAFT, Costs
 from paceline.engine.llm import LLM
@@ -107,6 +107,7 @@ def train(
         held_out = _held_out(texts, world)
         ids = texts.frequent(draft_vocab) if 0 < draft_vocab < llm.target.vocab_size else None
         if start is not None:
+            start = find_draft(start) or start
             _, of_start, _ = read_draft(start, _decoder(llm), kind)
             ids = None if of_start is None else of_start.tolist()
         if ids is not None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoints.drafts import SHIPPED, describe_draft, is_draft, load_draft, shipped_draft
+from paceline.checkpoints.drafts import SHIPPED, describe_draft, find_draft, is_draft, load_draft
 from paceline.checkpoints.load import load
 from tests.training.test_learners import CONFIG, IDS, learner, target
 
@@ -163,14 +163,27 @@ def test_a_draft_is_no_model_by_itself(folder: Path) -> None:
         load(str(folder))
 
 
-def test_a_draft_that_comes_with_a_model_is_known_by_its_name_alone() -> None:
-    assert shipped_draft("smollm2-135m-eagle3") == SHIPPED / "smollm2-135m-eagle3"
-    for name in ("smollm2-135m", "", ".", "..", str(SHIPPED / "smollm2-135m-eagle3"), "org/smollm2-135m-eagle3"):
-        assert shipped_draft(name) is None
+def test_a_draft_is_found_by_its_folder_or_by_the_name_it_comes_with(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = SHIPPED / "smollm2-135m-eagle3"
+    assert find_draft("smollm2-135m-eagle3") == shipped
+    assert find_draft(str(shipped)) == find_draft(shipped) == shipped
+    assert find_draft(folder) == folder
+    for name in ("smollm2-135m", "", ".", "..", "org/smollm2-135m-eagle3", str(folder.parent), str(folder / "none")):
+        assert find_draft(name) is None
+    # A file or folder of that name goes ahead of it, as with models.
+    monkeypatch.chdir(folder.parent)
+    (folder.parent / "smollm2-135m-eagle3").mkdir()
+    assert find_draft("smollm2-135m-eagle3") is None
+    folder.replace(folder.parent / "smollm2-135m-eagle3")
+    assert find_draft("smollm2-135m-eagle3") == Path("smollm2-135m-eagle3")
 
 
 def test_drafts_that_come_with_a_model_are_small_and_described() -> None:
-    for folder in SHIPPED.iterdir():
+    folders = [*SHIPPED.iterdir()]
+    assert folders
+    for folder in folders:
         files = {file.name: file.stat().st_size for file in folder.iterdir()}
         assert files.keys() == {"README.md", "config.json", "model.safetensors"}
         assert sum(files.values()) <= 12 << 20

@@ -10,14 +10,18 @@ import pytest
 import torch
 
 from paceline.decoding.control import (
+    FEW,
     LEAST_GAIN,
     MAX_DRAFT,
     PROBING,
     RECENT,
+    UNKNOWN,
     Acceptance,
     Adaptive,
     Costs,
+    Everything,
     Fixed,
+    Pool,
     between,
     pool,
 )
@@ -204,6 +208,21 @@ def test_no_more_is_asked_for_than_there_are_heads() -> None:
     assert made.choose(requests()) == [MAX_DRAFT]
     made.proposer = Ahead(Prospect("kind 0", by_model=True, most=3))
     assert made.choose(requests()) == [3]
+
+
+def test_finding_out_what_is_accepted_counts_what_a_model_left_out() -> None:
+    """It is asked for all it can draft, whatever that costs; a draft that came out empty was wrong at once."""
+    seen: Pool = {}
+    made = Everything(Ahead(Prospect("draft", by_model=True, most=4), None), costs(9.0), seen)
+    made.begin(0)
+    made.begin(1)
+    assert made.choose(requests(2)) == [4, 0]
+    made.learn(0, drafted=0, accepted=0)
+    made.learn(1, drafted=0, accepted=0)
+    believed = Acceptance.believed(UNKNOWN, FEW)
+    believed.learn(4, 0)
+    assert seen.keys() == {"draft"}
+    assert seen["draft"].rates() == believed.rates()
 
 
 def test_what_was_asked_for_counts_once() -> None:
