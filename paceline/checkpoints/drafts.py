@@ -124,7 +124,7 @@ def own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 def attach(module: Module, embedding: Embedding, head: Linear | None) -> None:
     """Give a draft the embedding of its target and a head over the draft vocabulary; None: that of a tied target."""
     if isinstance(module, FeatureDraft):
-        module.attach(embedding, head or embedding.head)
+        module.attach(embedding, head)
     elif isinstance(module, Heads):
         module.attach(head or embedding.head)
     else:

@@ -1,8 +1,8 @@
-"""The kernels of `rows.c` as torch sees them: a product, and a run of decoder layers.
+"""The kernels of `rows.c` as torch sees them: a product, and a whole pass of a decoder or a draft.
 
 Everything here is float32 on the CPU and for inference only. Each has a twin in plain torch, which tests hold it
-against: `product_twin` here, `Block` in models/decoder.py for the layers. What a row gives does not depend on the
-rows beside it, bit for bit: see rows.c.
+against: `product_twin` here, the modules of models/decoder.py and models/feature.py for passes. What a row gives does
+not depend on the rows beside it, bit for bit: see rows.c.
 
 Shapes: N rows, H hidden size, O outputs, I inputs, S slots, K key/value heads, C capacity, D head size.
 """
@@ -61,6 +61,24 @@ class _Cache(ctypes.Structure):
 
 class _Places(ctypes.Structure):
     _fields_ = (*((name, c_void_p) for name in ("chunks", "cos", "sin", "inputs")), ("count", c_int32))
+
+
+class _Model(ctypes.Structure):
+    _fields_ = (
+        *((name, _Matrix) for name in ("embedding", "head", "mix")),
+        *((name, c_void_p) for name in ("layers", "last_norm", "embedding_norm", "given_norm")),
+        *((name, c_int64) for name in ("count", "scratch")),
+        *((name, c_float) for name in ("embedding_scale", "eps")),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("kinds", "caches", "tokens", "given", "captured", "wanted")),
+        *((name, c_void_p) for name in ("x", "kept", "logits")),
+        *((name, c_int64) for name in ("rows", "captures", "outputs")),
+        ("mixes", c_int32),
+    )
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
@@ -235,48 +253,87 @@ class Places:
         self.struct = _Places(ctypes.addressof(array), _pointer(cos), _pointer(sin), _pointer(inputs_NI), len(chunks))
 
 
-class Layers:
-    """All layers of a decoder; several run in one call. `kinds[i]` says which of a pass's places hold for layer i.
-    `last_norm`: behind the last layer; None: there is none."""
+class Model:
+    """A decoder, or a draft of one layer, from tokens to logits in one call. `kinds[i]` says which of a pass's places
+    hold for layer i; `last_norm` stands behind the last layer.
+
+    `mix`, `embedding_norm` and `given_norm` are those of a draft that is given states beside tokens: its layer adds to
+    these states, and reads norm(token's row) and norm(states) side by side.
+    """
 
     def __init__(
-        self, layers: Sequence[tuple[Attention, MLP]], kinds: Sequence[int], last_norm: torch.Tensor | None
+        self,
+        layers: Sequence[tuple[Attention, MLP]],
+        kinds: Sequence[int],
+        *,
+        embedding: Matrix,
+        head: Matrix,
+        last_norm: torch.Tensor | None,
+        embedding_scale: float = 1.0,
+        mix: Projection | None = None,
+        embedding_norm: torch.Tensor | None = None,
+        given_norm: torch.Tensor | None = None,
     ) -> None:
-        self._kept = (layers, last_norm)
-        self._last_norm = _pointer(last_norm)
         structs = [_layer(*layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
-        self._array = (_Layer * len(structs))(*structs)
-        self._numbers = max(_scratch(*layer) for layer in layers)
-        self._call = build.library().paceline_layers
-        pointer = c_void_p
-        self._call.argtypes = (
-            *(pointer, pointer, c_long, pointer, pointer),
-            *(pointer, c_long, pointer, ctypes.c_int),
+        array = (_Layer * len(structs))(*structs)
+        self._kept = (layers, array, embedding, head, last_norm, mix, embedding_norm, given_norm)
+        self._struct = _Model(
+            *(Projection(matrix=matrix).struct for matrix in (embedding, head)),
+            _Matrix() if mix is None else mix.struct,
+            ctypes.addressof(array),
+            *map(_pointer, (last_norm, embedding_norm, given_norm)),
+            len(layers),
+            max(_scratch(*layer) for layer in layers),
+            embedding_scale,
+            layers[0][1].eps,
         )
+        self._depth, self._hidden, self._outputs = len(layers), head.inputs, head.outputs
+        self._call = build.library().paceline_run
+        self._call.argtypes = (c_void_p, c_void_p, ctypes.c_int)
         self._call.restype = None
 
     def __call__(
-        self, first: int, last: int, x_NH: torch.Tensor, places: Sequence[Places], caches: Caches
-    ) -> torch.Tensor:
-        """x through layers first..last - 1, and the last norm behind the last layer: x itself, written over. Keys and
-        values are written into their caches."""
-        assert x_NH.dtype == torch.float32
-        assert 0 <= first <= last <= len(self._array) == len(caches.array)
-        rows = x_NH.shape[0]
-        scratch = torch.empty(rows * self._numbers)
+        self,
+        places: Sequence[Places],
+        caches: Caches,
+        *,
+        tokens: Sequence[int] | None,
+        given: torch.Tensor | None = None,
+        captured: Sequence[int] = (),
+        wanted: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(logits [O, outputs] of the O rows `wanted`; x [N, H] as the last layer gives it; states [N, F, H] behind as
+        many layers as each of `captured` says, behind all layers those behind the last norm). Keys and values are
+        written into their caches.
+
+        `given`: [N, H], or [N, F, H], which `mix` makes [N, H] of. Without `tokens` it is what the first layer takes.
+        """
+        assert self._depth == len(caches.array)
+        assert all(0 <= index <= self._depth for index in captured)
+        assert given is None or given.dtype == torch.float32
+        rows = len(given if tokens is None else tokens)  # type: ignore[arg-type]
+        x_NH, logits_OV = torch.empty(rows, self._hidden), torch.empty(len(wanted), self._outputs)
+        kept_NFH = torch.empty(rows, len(captured), self._hidden) if captured else None
         kinds = (_Places * len(places))(*(place.struct for place in places))
-        self._call(
-            ctypes.addressof(self._array) + first * ctypes.sizeof(_Layer),
-            ctypes.addressof(caches.array) + first * ctypes.sizeof(_Cache),
-            last - first,
+        indices, outputs = (c_int32 * len(captured))(*captured), (c_int64 * len(wanted))(*wanted)
+        read = None if tokens is None else (c_int64 * rows)(*tokens)
+        held = _Pass(
             ctypes.addressof(kinds),
-            self._last_norm if last == len(self._array) else None,
-            _pointer(x_NH),
+            ctypes.addressof(caches.array),
+            None if read is None else ctypes.addressof(read),
+            _pointer(given),
+            ctypes.addressof(indices),
+            ctypes.addressof(outputs),
+            x_NH.data_ptr(),
+            _pointer(kept_NFH),
+            logits_OV.data_ptr(),
             rows,
-            scratch.data_ptr(),
-            torch.get_num_threads(),
+            len(captured),
+            len(wanted),
+            given is not None and given.dim() == 3,
         )
-        return x_NH
+        self._call(ctypes.addressof(self._struct), ctypes.addressof(held), torch.get_num_threads())
+        return logits_OV, x_NH, kept_NFH
 
 
 def _layer(a: Attention, m: MLP, kind: int) -> _Layer:

@@ -757,32 +757,34 @@ void paceline_product(const Matrix *w, const float *x, long rows, float *y, int 
     product(&phase, w, x, rows, (Result){y, 0, w->outputs});
 }
 
-/* Rows `indices` of the matrix itself, [count, inputs] in float32. */
-void paceline_rows(const Matrix *w, const int64_t *indices, long count, float *to) {
-    const int bytes = block_bytes(w->format), header = header_bytes(w->format), blocks = w->inputs / BLOCK;
-    for (long i = 0; i < count; i++) {
-        const int lane = indices[i] % PANEL;
-        const uint8_t *at = w->data + indices[i] / PANEL * blocks * bytes;
-        for (int b = 0; b < blocks; b++, at += bytes) {
-            const uint8_t *word = at + header + 4 * lane, *half = at + 2 * lane / (2 * LANES) * (2 * LANES);
-            const float scale = header ? halves(half)[lane % LANES] : 0;
-            const float least = w->format == Q4_1 ? halves(half + 2 * PANEL)[lane % LANES] : w->format == Q4_0 ? -8 * scale : 0;
-            for (int k = 0; k < BLOCK; k++, to++) {
-                union { uint32_t bits; float number; } value;
-                switch (w->format) {
-                case FLOAT32: memcpy(to, word + 64 * k, 4); break;
-                case BFLOAT16:
-                    memcpy(&value.bits, word + 64 * (k / 2), 4);
-                    value.bits = k % 2 ? value.bits & 0xffff0000u : value.bits << 16;
-                    *to = value.number;
-                    break;
-                case FLOAT16: *to = halves(half + 32 * k)[lane % LANES]; break;
-                case Q8_0: *to = scale * (int8_t)word[64 * (k / 4) + k % 4]; break;
-                default: *to = scale * (word[64 * (k / 8) + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15) + least;
-                }
+/* Row `index` of the matrix itself, [inputs] in float32. */
+static void row_of(const Matrix *w, int64_t index, float *to) {
+    const int bytes = block_bytes(w->format), header = header_bytes(w->format), blocks = w->inputs / BLOCK, lane = index % PANEL;
+    const uint8_t *at = w->data + index / PANEL * blocks * bytes;
+    for (int b = 0; b < blocks; b++, at += bytes) {
+        const uint8_t *word = at + header + 4 * lane, *half = at + 2 * lane / (2 * LANES) * (2 * LANES);
+        const float scale = header ? halves(half)[lane % LANES] : 0;
+        const float least = w->format == Q4_1 ? halves(half + 2 * PANEL)[lane % LANES] : w->format == Q4_0 ? -8 * scale : 0;
+        for (int k = 0; k < BLOCK; k++, to++) {
+            union { uint32_t bits; float number; } value;
+            switch (w->format) {
+            case FLOAT32: memcpy(to, word + 64 * k, 4); break;
+            case BFLOAT16:
+                memcpy(&value.bits, word + 64 * (k / 2), 4);
+                value.bits = k % 2 ? value.bits & 0xffff0000u : value.bits << 16;
+                *to = value.number;
+                break;
+            case FLOAT16: *to = halves(half + 32 * k)[lane % LANES]; break;
+            case Q8_0: *to = scale * (int8_t)word[64 * (k / 4) + k % 4]; break;
+            default: *to = scale * (word[64 * (k / 8) + k % 4] >> (k % 8 < 4 ? 0 : 4) & 15) + least;
             }
         }
     }
+}
+
+/* Rows `indices` of the matrix itself, [count, inputs]. */
+void paceline_rows(const Matrix *w, const int64_t *indices, long count, float *to) {
+    for (long i = 0; i < count; i++) row_of(w, indices[i], to + i * w->inputs);
 }
 
 /* ---- the pieces of a layer between its products ---- */
@@ -1044,7 +1046,7 @@ static void attend(const Attention *a, const Cache *cache, long head_at, const f
 typedef struct {
     const Chunk *chunks;
     const float *cos, *sin;
-    const float *inputs; /* [rows, inputs of q]: what q, k and v multiply; null: norm(x) */
+    float *inputs; /* [rows, inputs of q]: what q, k and v multiply; null: norm(x) */
     int32_t count;
 } Places;
 
@@ -1141,27 +1143,108 @@ typedef struct {
     int32_t kind; /* which of the pass's places hold for it: layers differ in window and rotation */
 } Layer;
 
-/* At most, of a layer. */
-#define PHASES 10
+/* What does not differ from pass to pass. */
+typedef struct {
+    Matrix embedding, head, mix; /* the last only of a draft that is given states of a target: several made one */
+    const Layer *layers;
+    const float *last_norm;                     /* null: there is none */
+    const float *embedding_norm, *given_norm;   /* of such a draft */
+    int64_t count;                              /* of layers */
+    int64_t scratch;                            /* numbers that a row needs between the products of a layer */
+    float embedding_scale, eps;
+} Model;
 
-/* x, [rows, hidden], through `count` layers with their caches and, where it is given, the norm behind the last.
- * `scratch` is what the hungrier of attention and mlp needs. */
-void paceline_layers(const Layer *layers, const Cache *caches, long count, const Places *kinds, const float *last_norm,
-                     float *x, long rows, float *scratch, int threads) {
-    const size_t bytes = (PHASES * count + 1) * sizeof(Phase);
-    Phase *phases = aligned_alloc(_Alignof(Phase), bytes);
+typedef struct {
+    Places *kinds;
+    const Cache *caches;     /* of each layer */
+    const int64_t *tokens;   /* [rows]; null: x is what is given */
+    const float *given;      /* to a draft, [rows, hidden], or, for `mix`, [rows, inputs of mix]; null to others */
+    const int32_t *captured; /* [captures], of 0 to the number of layers: behind how many of them a state is kept; behind all
+                                it is that behind the last norm */
+    const int64_t *wanted;   /* [outputs], rows of which the head says something */
+    float *x;                /* [rows, hidden], as the last layer gives it */
+    float *kept;             /* [rows, captures, hidden] */
+    float *logits;           /* [outputs, outputs of the head] */
+    int64_t rows, captures, outputs;
+    int32_t mixes;
+} Pass;
+
+static void embed(const Model *m, int64_t token, float *to) {
+    row_of(&m->embedding, token, to);
+    for (int i = 0; i < m->embedding.inputs && m->embedding_scale != 1; i++) to[i] *= m->embedding_scale;
+}
+
+/* What the first layer takes: rows of the embedding, or what is given; then its q, k and v multiply the token and what is
+ * given, each normed, unless they are given theirs too. */
+static Phase *read_tokens(Phase *phase, const Model *m, const Pass *p) {
+    const int hidden = m->embedding.inputs;
+    if (p->mixes) phase = product(phase, &m->mix, p->given, p->rows, (Result){p->x, 0, hidden});
+    EACH_ITEM(phase, r, p->rows) {
+        float *x = p->x + r * hidden;
+        if (p->given && !p->mixes) memcpy(x, p->given + r * hidden, hidden * sizeof(float));
+        if (!p->tokens) continue;
+        float *both = p->given ? p->kinds->inputs + 2 * r * hidden : 0;
+        embed(m, p->tokens[r], both ? both : x);
+        if (both) norm(both, m->embedding_norm, m->eps, hidden, both), norm(x, m->given_norm, m->eps, hidden, both + hidden);
+    }
+    return over(phase, p->rows);
+}
+
+static int captures_behind(const Pass *p, int layers) {
+    int found = 0;
+    for (int j = 0; j < p->captures; j++) found |= p->captured[j] == layers;
+    return found;
+}
+
+static void last_normed(const Model *m, const float *x, float *to) {
+    const int hidden = m->head.inputs;
+    if (m->last_norm) norm(x, m->last_norm, m->eps, hidden, to);
+    else memcpy(to, x, hidden * sizeof(float));
+}
+
+/* States behind so many layers, before the next one writes over them. */
+static Phase *capture(Phase *phase, const Model *m, const Pass *p, int layers) {
+    if (!captures_behind(p, layers)) return phase;
+    const int hidden = m->head.inputs;
+    EACH_ITEM(phase, r, p->rows)
+        for (int j = 0; j < p->captures; j++) {
+            if (p->captured[j] != layers) continue;
+            const float *x = p->x + r * hidden;
+            float *to = p->kept + (r * p->captures + j) * hidden;
+            if (layers == m->count) last_normed(m, x, to);
+            else memcpy(to, x, hidden * sizeof(float));
+        }
+    return over(phase, p->rows);
+}
+
+/* At most, of a layer; and around them. */
+#define PHASES 11
+#define PHASES_AROUND 5
+
+/* From tokens, or from what the first layer takes, to the logits of the rows that are wanted. */
+void paceline_run(const Model *m, const Pass *p, int threads) {
+    const int hidden = m->head.inputs;
+    const size_t bytes = (PHASES * m->count + PHASES_AROUND) * sizeof(Phase);
+    const size_t both = p->tokens && p->given ? p->rows * 2 * hidden : 0;
+    const size_t numbers = p->rows * m->scratch + p->outputs * hidden + both;
+    Phase *phases = aligned_alloc(_Alignof(Phase), bytes + (numbers * sizeof(float) / sizeof(Phase) + 1) * sizeof(Phase));
     memset(phases, 0, bytes);
+    float *last = (float *)((uint8_t *)phases + bytes), *scratch = last + p->outputs * hidden; /* `last`: for the head */
+    if (both) p->kinds->inputs = scratch + p->rows * m->scratch;
 #pragma omp parallel num_threads(threads)
     {
         Phase *phase = phases;
-        for (long i = 0; i < count; i++) {
-            phase = attention(phase, &layers[i].attention, caches + i, kinds + layers[i].kind, x, rows, scratch);
-            phase = mlp(phase, &layers[i].mlp, x, rows, scratch);
+        phase = read_tokens(phase, m, p);
+        for (int64_t i = 0; i < m->count; i++) {
+            const Layer *layer = m->layers + i;
+            phase = capture(phase, m, p, i);
+            phase = attention(phase, &layer->attention, p->caches + i, p->kinds + layer->kind, p->x, p->rows, scratch);
+            phase = mlp(phase, &layer->mlp, p->x, p->rows, scratch);
         }
-        if (last_norm) {
-            const int hidden = layers->mlp.gate.inputs;
-            EACH_ITEM(phase, r, rows) norm(x + r * hidden, last_norm, layers->mlp.eps, hidden, x + r * hidden);
-        }
+        phase = capture(phase, m, p, m->count);
+        EACH_ITEM(phase, i, p->outputs) last_normed(m, p->x + p->wanted[i] * hidden, last + i * hidden);
+        phase = over(phase, p->outputs);
+        product(phase, &m->head, last, p->outputs, (Result){p->logits, 0, m->head.outputs});
     }
     free(phases);
 }

@@ -428,37 +428,66 @@ class Decoder(nn.Module):
         if not chunks:
             return Scores(logits=[])
 
-        # 1. Where the chunks go, and what each layer needs to know of that.
         starts, ends = cache.place(chunks, self.vocab_size)
-        tokens = [token for chunk in chunks for token in chunk.tokens]
-        run = self._runner(chunks, starts, cache)
+        sizes, outputs = [len(chunk.tokens) for chunk in chunks], [chunk.outputs for chunk in chunks]
+        # Only the rows somebody asked for go through the head.
+        stops = itertools.accumulate(sizes)
+        wanted = [row for stop, count in zip(stops, outputs, strict=True) for row in range(stop - count, stop)]
+        run = self._run if self._native is None else self._run_natively
+        logits_OV, features_NFH = run(chunks, starts, cache, features, wanted)
+        cache.commit(ends)
+        return Scores(
+            logits=list(self._capped(logits_OV).split(outputs)),
+            features=[] if features_NFH is None else list(features_NFH.split(sizes)),
+        )
 
-        # 2. Through the layers.
-        x_NH = self.embedding(torch.tensor(tokens, device=self.device))
+    def _run(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        cache: KVCache,
+        features: Sequence[int],
+        wanted: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(logits [O, V] of the rows `wanted`, hidden states [N, F, H] or None for none) in plain torch."""
+        spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
+        rotations = [None if angles is None else angles.at(spans) for angles in self._angles]
+        group = self.config.num_heads // self.config.num_kv_heads
+        reaches = [reaches_of(chunks, starts, kind.window, group, self.dtype, self.device) for kind in self._distinct]
+        x_NH = self.embedding(torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device))
         if self.config.embedding_scale != 1.0:
             # Gemma was trained with the scale rounded to the model's dtype, and transformers keeps that.
             x_NH = x_NH * torch.tensor(self.config.embedding_scale, dtype=x_NH.dtype).item()
-        captured: dict[int, torch.Tensor] = {}
-        for first, last in itertools.pairwise(sorted({0, *features, len(self.layers)})):
-            if first in features:
-                captured[first] = x_NH.clone()
-            x_NH = run(first, last, x_NH)
-        captured[len(self.layers)] = x_NH
-
-        # 3. Only the rows somebody asked for go through the head.
-        sizes = [len(chunk.tokens) for chunk in chunks]
-        outputs = [chunk.outputs for chunk in chunks]
+        captured = {}
+        for index, (block, kind) in enumerate(zip(self.layers, self._kinds, strict=True)):
+            if index in features:
+                captured[index] = x_NH
+            x_NH = block(x_NH, rotations[kind], reaches[kind], cache, index)
+        captured[len(self.layers)] = x_NH = self.norm(x_NH)
         features_NFH = torch.stack([captured[index] for index in features], dim=1) if features else None
-        if outputs != sizes:
-            stops = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-            rows = [row for stop, count in zip(stops, outputs, strict=True) for row in range(stop - count, stop)]
-            x_NH = x_NH[torch.tensor(rows, dtype=torch.long, device=self.device)]
-        logits_OV = self.logits(x_NH)
-        cache.commit(ends)
-        return Scores(
-            logits=list(logits_OV.split(outputs)),
-            features=[] if features_NFH is None else list(features_NFH.split(sizes)),
-        )
+        if len(wanted) < len(x_NH):
+            x_NH = x_NH[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        return self._head_of(x_NH), features_NFH
+
+    def _run_natively(
+        self,
+        chunks: Sequence[Chunk],
+        starts: Sequence[int],
+        cache: KVCache,
+        features: Sequence[int],
+        wanted: Sequence[int],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same by the kernels."""
+        assert self._native is not None
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        chunked = [(len(chunk.tokens), chunk.slot, start) for chunk, start in zip(chunks, starts, strict=True)]
+        longest = max(start + size for size, _, start in chunked)
+        places = [
+            kernels.Places(chunked, kind.window, None if angles is None else angles.upto(longest))
+            for kind, angles in zip(self._distinct, self._native_angles, strict=True)
+        ]
+        logits_OV, _, features_NFH = self._native(places, cache.native, tokens=tokens, captured=features, wanted=wanted)
+        return logits_OV, features_NFH
 
     def head_rows(self, ids_D: torch.Tensor) -> torch.Tensor:
         """[D, H] float32: the rows of the head for these tokens."""
@@ -469,36 +498,14 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, V] float32: the head alone, of hidden states behind the last norm."""
-        logits_NV = (self.embedding.head(hidden_NH) if self.head is None else self.head(hidden_NH)).float()
-        if self.config.logit_softcap is not None:
-            logits_NV = self.config.logit_softcap * torch.tanh(logits_NV / self.config.logit_softcap)
-        return logits_NV
+        return self._capped(self._head_of(hidden_NH))
 
-    def _runner(
-        self, chunks: Sequence[Chunk], starts: Sequence[int], cache: KVCache
-    ) -> Callable[[int, int, torch.Tensor], torch.Tensor]:
-        """(first, last, x) -> x behind layers first..last - 1 of this pass, and behind the last norm after them all;
-        what was given may be written over."""
-        spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
-        if (native := self._native) is not None:
-            places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
-            longest = max(stop for _, stop in spans)
-            kinds = [
-                kernels.Places(places, kind.window, None if angles is None else angles.upto(longest))
-                for kind, angles in zip(self._distinct, self._native_angles, strict=True)
-            ]
-            return lambda first, last, x_NH: native(first, last, x_NH, kinds, cache.native)
-        rotations = [None if angles is None else angles.at(spans) for angles in self._angles]
-        group = self.config.num_heads // self.config.num_kv_heads
-        reaches = [reaches_of(chunks, starts, kind.window, group, self.dtype, self.device) for kind in self._distinct]
+    def _head_of(self, hidden_NH: torch.Tensor) -> torch.Tensor:
+        return (self.embedding.head(hidden_NH) if self.head is None else self.head(hidden_NH)).float()
 
-        def run(first: int, last: int, x_NH: torch.Tensor) -> torch.Tensor:
-            for index in range(first, last):
-                kind = self._kinds[index]
-                x_NH = self.layers[index](x_NH, rotations[kind], reaches[kind], cache, index)
-            return self.norm(x_NH) if last == len(self.layers) else x_NH
-
-        return run
+    def _capped(self, logits_NV: torch.Tensor) -> torch.Tensor:
+        cap = self.config.logit_softcap
+        return logits_NV if cap is None else cap * torch.tanh(logits_NV / cap)
 
     @property
     def _angles(self) -> list[Table | None]:
@@ -512,11 +519,21 @@ class Decoder(nn.Module):
         return self._angles
 
     @functools.cached_property
-    def _native(self) -> kernels.Layers | None:
-        """All layers as the kernels run them, if they can run every one."""
+    def _native(self) -> kernels.Model | None:
+        """The whole model as the kernels run it, if they can run every part."""
         blocks = [block for block in self.layers if isinstance(block, Block)]
         layers = [layer for block in blocks if (layer := block.for_kernels()) is not None]
-        return kernels.Layers(layers, self._kinds, self.norm.weight) if len(layers) == len(self._kinds) else None
+        head = (self.embedding if self.head is None else self.head).packed
+        if len(layers) < len(self._kinds) or self.embedding.packed is None or head is None:
+            return None
+        return kernels.Model(
+            layers,
+            self._kinds,
+            embedding=self.embedding.packed,
+            head=head,
+            last_norm=self.norm.weight,
+            embedding_scale=self.config.embedding_scale,
+        )
 
 
 def reaches_of(

@@ -13,7 +13,8 @@ Shapes: N tokens of a pass, F features, H hidden size, I inputs of attention, C 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -24,9 +25,6 @@ from paceline.models.config import Layer, ModelConfig
 from paceline.models.decoder import Block, Embedding, Linear, Norm, Reach, reaches_of
 from paceline.models.interface import Chunk
 from paceline.models.rope import Rotation, Table, table
-
-Head = Callable[[torch.Tensor], torch.Tensor]
-"""[N, H] -> [N, D], by rows of the target's own head."""
 
 
 def plain_layer(config: ModelConfig) -> ModelConfig:
@@ -57,10 +55,10 @@ class FeatureDraft(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self._of_target: tuple[Embedding, Head] | None = None
+        self._of_target: tuple[Embedding, Linear | None] | None = None
 
-    def attach(self, embedding: Embedding, head: Head) -> None:
-        """Take over the target's embedding, and a head over the draft vocabulary."""
+    def attach(self, embedding: Embedding, head: Linear | None) -> None:
+        """Take over the target's embedding, and a head over the draft vocabulary; None: that of a tied target."""
         self._of_target = (embedding, head)  # a tuple, so that they are no submodules
 
     def project(self, features_NFH: torch.Tensor) -> torch.Tensor:
@@ -83,7 +81,11 @@ class FeatureDraft(nn.Module):
     def logits(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, D]"""
         assert self._of_target is not None
-        logits_ND = self._of_target[1](self.last(hidden_NH)).float()
+        embedding, head = self._of_target
+        last_NH = self.last(hidden_NH)
+        return self._capped((embedding.head(last_NH) if head is None else head(last_NH)).float())
+
+    def _capped(self, logits_ND: torch.Tensor) -> torch.Tensor:
         cap = self.config.logit_softcap
         return logits_ND if cap is None else cap * torch.tanh(logits_ND / cap)
 
@@ -145,36 +147,58 @@ class FeatureDraft(nn.Module):
         return None if (angles := self.angles()) is None else angles.at(spans)
 
     def forward(
-        self, chunks: Sequence[Chunk], given_NH: torch.Tensor, cache: KVCache
+        self, chunks: Sequence[Chunk], given: torch.Tensor, cache: KVCache
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits [C, D], hidden [C, H]) at the last token of each chunk; the chunks are appended to the cache.
 
-        The tokens of a chunk are those behind the positions it takes: position t has token t + 1, and `given_NH` there.
+        The tokens of a chunk are those behind the positions it takes: position t has token t + 1. `given` is what the
+        draft goes on from there: the target's states [N, F, H], or its own [N, H].
         """
         starts, ends = cache.place(chunks, self.config.vocab_size)
-        spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
-        tokens_N = torch.tensor([token for chunk in chunks for token in chunk.tokens], device=self.device)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        stops = [stop - 1 for stop in itertools.accumulate(len(chunk.tokens) for chunk in chunks)]
         if (native := self._native) is not None:
-            x_NH, inputs_NI = self.read(self.embed(tokens_N), given_NH)
-            places = [(len(c.tokens), c.slot, s) for c, s in zip(chunks, starts, strict=True)]
-            rotation = None if (angles := self._native_angles) is None else angles.upto(max(stop for _, stop in spans))
-            held = kernels.Places(places, None, rotation, inputs_NI.contiguous())
-            hidden_NH = native(0, 1, x_NH.clone(), [held], cache.native)
+            chunked = [(len(chunk.tokens), chunk.slot, start) for chunk, start in zip(chunks, starts, strict=True)]
+            longest = max(start + size for size, _, start in chunked)
+            rotation = None if (angles := self._native_angles) is None else angles.upto(longest)
+            given, inputs_NI, read = self._handed(tokens, given)
+            places = kernels.Places(chunked, None, rotation, inputs_NI)
+            logits_CD, hidden_NH, _ = native([places], cache.native, tokens=read, given=given, wanted=stops)
+            logits_CD = self._capped(logits_CD)
+            hidden_CH = hidden_NH if len(stops) == len(tokens) else hidden_NH[stops]
         else:
             group = self.config.num_heads // self.config.num_kv_heads
             reaches = reaches_of(chunks, starts, None, group, self.dtype, self.device)
-            hidden_NH = self.layer(tokens_N, given_NH, self.rotation(spans), reaches, cache)
+            spans = [(start, start + len(chunk.tokens)) for chunk, start in zip(chunks, starts, strict=True)]
+            given_NH = self.project(given) if given.dim() == 3 else given
+            tokens_N = torch.tensor(tokens, device=self.device)
+            hidden_CH = self.layer(tokens_N, given_NH, self.rotation(spans), reaches, cache)[stops]
+            logits_CD = self.logits(hidden_CH)
         cache.commit(ends)
-        if len(chunks) < len(tokens_N):
-            stops = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
-            hidden_NH = hidden_NH[stops.to(self.device)]
-        return self.logits(hidden_NH), hidden_NH
+        return logits_CD, hidden_CH
+
+    def _handed(
+        self, tokens: Sequence[int], given: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Sequence[int] | None]:
+        """What the kernels are handed (see `kernels.Model`): states, and what q, k and v multiply, or tokens."""
+        given_NH = self.project(given) if given.dim() == 3 else given
+        x_NH, inputs_NI = self.read(self.embed(torch.tensor(tokens)), given_NH)
+        return x_NH.contiguous(), inputs_NI.contiguous(), None
 
     @functools.cached_property
-    def _native(self) -> kernels.Layers | None:
-        """The layer as the kernels run it, if they can."""
-        layer = self.block.for_kernels()
-        return None if layer is None else kernels.Layers([layer], [0], None)
+    def _native(self) -> kernels.Model | None:
+        """The draft as the kernels run it, if they can."""
+        assert self._of_target is not None
+        embedding, head = self._of_target
+        layer, of_head = self.block.for_kernels(), (embedding if head is None else head).packed
+        if layer is None or embedding.packed is None or of_head is None:
+            return None
+        return self._for_kernels(layer, embedding.packed, of_head)
+
+    def _for_kernels(
+        self, layer: tuple[kernels.Attention, kernels.MLP], embedding: kernels.Matrix, head: kernels.Matrix
+    ) -> kernels.Model | None:
+        return kernels.Model([layer], [0], embedding=embedding, head=head, last_norm=None)
 
 
 class Eagle1(FeatureDraft):
@@ -219,3 +243,25 @@ class Eagle3(FeatureDraft):
 
     def last(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         return self.norm(hidden_NH)
+
+    def _handed(
+        self, tokens: Sequence[int], given: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Sequence[int] | None]:
+        return given.contiguous(), None, tokens
+
+    def _for_kernels(
+        self, layer: tuple[kernels.Attention, kernels.MLP], embedding: kernels.Matrix, head: kernels.Matrix
+    ) -> kernels.Model | None:
+        if self.fc.packed is None:
+            return None
+        return kernels.Model(
+            [layer],
+            [0],
+            embedding=embedding,
+            head=head,
+            last_norm=self.norm.weight,
+            embedding_scale=self.config.embedding_scale,
+            mix=kernels.Projection(matrix=self.fc.packed),
+            embedding_norm=self.embedding_norm.weight,
+            given_norm=self.given_norm.weight,
+        )

@@ -9,13 +9,17 @@ Shapes: N hidden states, K heads, H hidden size, D draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Linear
-from paceline.models.feature import Head
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""[N, H] -> [N, D], by rows of the target's own head."""
 
 
 class Heads(nn.Module):

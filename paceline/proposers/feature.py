@@ -81,12 +81,12 @@ class FeatureProposer:
         growing = [_Drafting(r, min(r.k, self._cache.capacity - len(r.tokens) + 2), list(r.tokens)) for r in requests]
         drafting = [g for g in growing if g.k > 0]
         if drafting:
-            chunks, given_NH = self._take(drafting)
+            chunks, given = self._take(drafting)
             while chunks:
-                logits_CD, hidden_CH = self.model(chunks, given_NH, self._cache)
-                grown = [self._grow(g, logits_D[None]) for g, logits_D in zip(drafting, logits_CD, strict=True)]
+                logits_CD, hidden_CH = self.model(chunks, given, self._cache)
+                grown = [self._grow(g, logits_1D) for g, logits_1D in zip(drafting, logits_CD.split(1), strict=True)]
                 going_on = [n for n, g in enumerate(drafting) if grown[n] and len(g.probs) < g.k]
-                given_NH = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
+                given = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
                 drafting = [drafting[n] for n in going_on]
                 chunks = [Chunk(g.request.slot, g.history[-1:]) for g in drafting]
         return [Draft(tuple(g.history[len(g.request.tokens) :]), tuple(g.probs)) for g in growing]
@@ -97,7 +97,7 @@ class FeatureProposer:
         features_TFH = torch.cat(held.unread)
         end = held.read + len(features_TFH) - 1
         chunk = Chunk(slot, tokens[held.read + 1 : end + 1])
-        self.model([chunk], self.model.project(features_TFH[:-1]), self._cache)
+        self.model([chunk], features_TFH[:-1], self._cache)
         held.read, held.unread = end, [features_TFH[-1:]]
 
     def _take(self, drafting: Sequence[_Drafting]) -> tuple[list[Chunk], torch.Tensor]:
@@ -110,7 +110,7 @@ class FeatureProposer:
             features += held.unread
             assert len(chunks[-1].tokens) == sum(map(len, held.unread))
             held.read, held.unread = len(g.request.tokens) - 1, []
-        return chunks, self.model.project(features[0] if len(features) == 1 else torch.cat(features))
+        return chunks, features[0] if len(features) == 1 else torch.cat(features)
 
     def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> bool:
         """Draw one token more, unless the draft ends here."""

@@ -49,6 +49,8 @@ class Distribution:
     def of(self, token: int) -> float:
         if self.ids is None:
             return float(self.probs[token])
+        if len(self.ids) == 1:  # the greedy case, which is asked for in every round
+            return float(self.probs[0]) if self.ids.item(0) == token else 0.0
         place = self.ids.searchsorted(token)
         return float(self.probs[place]) if place < len(self.ids) and self.ids[place] == token else 0.0
 

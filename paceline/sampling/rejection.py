@@ -8,7 +8,7 @@ which makes the bonus token the recovered token of a draft that proposes nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,13 +59,22 @@ def decide(p_S: Sequence[Distribution], draft: Draft, uniforms_K: npt.NDArray[np
 
     `p_S` are the target's distributions. Token t stands iff all before it do and u_t is below its threshold.
     """
-    accepted = int((uniforms_K < thresholds(p_S, draft)).cumprod().sum()) if draft.tokens else 0
+    return _decide(p_S, draft, uniforms_K.item)
+
+
+def _decide(p_S: Sequence[Distribution], draft: Draft, uniform: Callable[[int], float]) -> tuple[int, Distribution]:
+    """Asks only for numbers that decide something: all of them are at least 0 and below 1."""
+    accepted = 0
+    for t, threshold in enumerate(thresholds(p_S, draft).tolist() if draft.tokens else ()):
+        if threshold < 1 and (threshold <= 0 or uniform(t) >= threshold):
+            break
+        accepted += 1
     return accepted, residual(p_S[accepted], draft, accepted)
 
 
 def verify(p_S: Sequence[Distribution], draft: Draft, stream: Stream, anchor: int) -> Verdict:
     """`decide` with this round's numbers, then the token that ends it. `anchor` is the committed length."""
-    accepted, rest = decide(p_S, draft, accept_uniforms(draft, stream, anchor))
+    accepted, rest = _decide(p_S, draft, lambda t: stream.uniform(Purpose.ACCEPT, anchor + t, anchor))
     return Verdict(accepted, next_token(rest, stream, anchor, accepted))
 
 
@@ -74,11 +83,15 @@ def accept_uniforms(draft: Draft, stream: Stream, anchor: int) -> npt.NDArray[np
 
 
 def next_token(rest: Distribution, stream: Stream, anchor: int, accepted: int) -> int:
-    if rest.ids is not None and len(rest.ids) == 1:  # whatever the number is
-        return int(rest.ids[0])
-    return inverse_cdf(rest, stream.uniform(Purpose.NEXT, anchor + accepted, anchor))
+    return _drawn(rest, stream, Purpose.NEXT, anchor + accepted, anchor)
 
 
 def propose(q: Distribution, stream: Stream, position: int, anchor: int) -> int:
     """Draw a token to propose, with numbers that acceptance and recovery never see."""
-    return inverse_cdf(q, stream.uniform(Purpose.PROPOSE, position, anchor))
+    return _drawn(q, stream, Purpose.PROPOSE, position, anchor)
+
+
+def _drawn(distribution: Distribution, stream: Stream, purpose: Purpose, position: int, anchor: int) -> int:
+    if distribution.ids is not None and len(distribution.ids) == 1:  # whatever the number is
+        return distribution.ids.item(0)
+    return inverse_cdf(distribution, stream.uniform(purpose, position, anchor))
