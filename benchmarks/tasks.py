@@ -3,8 +3,8 @@
     python benchmarks/tasks.py DATA --human-eval HumanEval.jsonl.gz --draft ngram --draft D -k 2 -k auto [--dtype D]
 
 DATA is a folder with xsum_test_100.jsonl, gsm8k_test.jsonl and spec_bench.jsonl; what is not there is left out. A draft
-is "ngram", one that comes with a model, by its name, a folder made by `paceline train`, or "ngram+..." ahead of one of
-these (prompt lookup where it finds something); "@0.3" behind it ends its drafts by `draft_p_min`.
+is named as for `LLM` (auto, ngram, a folder made by `paceline train`, ...); "@0.3" behind it ends its drafts by
+`draft_p_min`.
 The prompts are those of `paceline bench`.
 
 Every prompt runs with plain decoding and then with every draft and K, so that the machine's drift falls on all alike; a
@@ -30,13 +30,11 @@ from rich.progress import track
 from rich.table import Table
 
 from paceline import LLM, SamplingParams
-from paceline.checkpoints.drafts import find_draft
 from paceline.decoding.stats import Stats
+from paceline.engine.profile import Profile
 from paceline.evaluation.intervals import ratio
 from paceline.evaluation.record import circumstances
 from paceline.evaluation.tasks import gsm8k, humaneval, prompt_tokens, spec_bench, xsum
-from paceline.proposers.first import FirstOf
-from paceline.proposers.ngram import NgramProposer
 
 SETTLE_S = 0.05
 """The threads of one side spin for a while behind their work, and take the other's processors."""
@@ -57,19 +55,11 @@ def prompts_of(data: Path, human_eval: Path | None, count: int, llm: LLM) -> dic
 
 
 def drafting(llm: LLM, draft: str, k: int | Literal["auto"]) -> LLM:
-    folder, _, p_min = draft.removeprefix("ngram+").partition("@")
-    if draft == "ngram":
-        other = llm.with_draft(lambda slots, capacity: NgramProposer(llm.target.vocab_size))
-        other.draft_tokens = k
-        return other
-    made = llm.new_proposer(find_draft(folder) or Path(folder), p_min=float(p_min or 0))
-    if draft.startswith("ngram+"):
-        other = llm.with_draft(
-            lambda slots, capacity: FirstOf(NgramProposer(llm.target.vocab_size), made(slots, capacity))
-        )
-    else:
-        other = llm.with_draft(made)
+    name, _, p_min = draft.partition("@")
+    other = llm.with_draft(name, p_min=float(p_min) if p_min else None)
     other.draft_tokens = k
+    if k == "auto":  # measured in this run, and not what an earlier one kept
+        other.use(Profile(other.measure()))
     return other
 
 

@@ -208,7 +208,10 @@ def tune(
     target: TargetOptions,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="One to be judged, named as for generate; may be repeated.", show_default="ngram"),
+        typer.Option(
+            help="One to be judged, named as for generate; may be repeated.",
+            show_default="ngram, and auto if it is more",
+        ),
     ] = None,
     batch: Annotated[
         list[int] | None,
@@ -221,6 +224,7 @@ def tune(
 
     What is kept belongs to this model, draft, format, device and number of threads; "-k auto" then chooses by it.
     """
+    from paceline.checkpoints.drafts import shipped_draft
     from paceline.evaluation.prompts import PROMPTS
     from paceline.evaluation.tune import choice
     from paceline.evaluation.tune import tune as measured
@@ -237,7 +241,8 @@ def tune(
     ]
     found = []
     with tracked() as track:
-        for advice in measured(llm, draft or ["ngram"], asked, params, batches=batch or [1, 2, 4, 8], track=track):
+        drafts = draft or (["ngram", "auto"] if shipped_draft(target.model) else ["ngram"])
+        for advice in measured(llm, drafts, asked, params, batches=batch or [1, 2, 4, 8], track=track):
             found.append(advice)
             if as_json:
                 print(json.dumps(advice.record()), flush=True)

@@ -118,9 +118,9 @@ class ModelOptions(TargetOptions):
     draft: Annotated[
         str,
         _drafting(
-            "Where drafted tokens come from: auto, none, ngram (prompt lookup), a folder that train made,"
-            " smollm2-135m-eagle3 (of the built-in model), or a model, named as --model. ngram+NAME asks prompt lookup"
-            " first."
+            "Where drafted tokens come from: none, ngram (prompt lookup), a folder that train made, smollm2-135m-eagle3"
+            " (comes with that model), or a model, named as --model. ngram+NAME asks prompt lookup first. auto:"
+            " ngram+smollm2-135m-eagle3 for that model, ngram for others."
         ),
     ] = "auto"
     draft_tokens: Annotated[
@@ -133,8 +133,12 @@ class ModelOptions(TargetOptions):
         ),
     ] = "auto"
     draft_p_min: Annotated[
-        float, _drafting("End a draft before a token that makes the chance of it all being kept lower than this.")
-    ] = 0.0
+        float | None,
+        _drafting(
+            "End a draft before a token that makes the chance of it all being kept lower than this; 0.3 for auto, 0 for"
+            " others, if not given."
+        ),
+    ] = None
     verify: Annotated[
         Literal["token", "block", "coupled"],
         _drafting("Verification rule. coupled: the text depends on model and seed alone, whatever the draft."),

@@ -22,6 +22,9 @@ from paceline.models.decoder import Decoder
 from paceline.models.interface import Chunk
 from paceline.models.quant import Quantized
 from paceline.proposers.draft_model import DraftModelProposer
+from paceline.proposers.feature import FeatureProposer
+from paceline.proposers.first import FirstOf
+from paceline.proposers.ngram import NgramProposer
 from paceline.sampling import rejection
 from paceline.sampling.distribution import Distribution
 from paceline.sampling.sampler import RULES, Rule
@@ -94,6 +97,24 @@ def test_the_shipped_draft_is_right_two_times_in_five(checkpoint: Checkpoint) ->
     )
     whole = sum((completion.outputs[0].stats for completion in completions), Stats())
     assert whole.accepted / whole.drafted > 0.4, whole
+
+
+def test_auto_is_prompt_lookup_and_behind_it_the_draft_that_comes_with_the_model(
+    checkpoint: Checkpoint, plain: Callable[[str], list[list[int]]]
+) -> None:
+    auto = LLM("smollm2-135m", draft_tokens=3, max_num_seqs=1)
+    proposer = auto.proposers(1, 64)
+    assert isinstance(proposer, FirstOf)
+    lookup, draft = proposer.proposers
+    assert isinstance(lookup, NgramProposer)
+    assert isinstance(draft, FeatureProposer)
+    assert draft.p_min == auto.draft_p_min == 0.3
+    assert texts(auto, PROMPTS, params("token")) == plain("token")
+    # A chance of one's own holds, and other drafts have none.
+    assert auto.with_draft("auto", p_min=0.0).draft_p_min == 0
+    assert auto.with_draft("ngram+smollm2-135m-eagle3").draft_p_min == 0
+    # A model without a name may be any of these sizes.
+    assert isinstance(llm(checkpoint, "auto").proposers(1, 64), NgramProposer)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7])

@@ -66,6 +66,14 @@ def find_draft(name: str | Path) -> Path | None:
     return folder if is_draft(folder) else None
 
 
+def shipped_draft(model: str | Path | None) -> str | None:
+    """The name of the draft that comes with the built-in model of this name; None for all others."""
+    if model is None or os.path.exists(model):  # a file or folder of that name goes ahead
+        return None
+    made_for = {read_json(folder / "config.json")["target"]["name"]: folder.name for folder in SHIPPED.glob("*")}
+    return made_for.get(str(model))
+
+
 # The kinds
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import torch
 
-from paceline.checkpoints.drafts import find_draft, load_draft
+from paceline.checkpoints.drafts import find_draft, load_draft, shipped_draft
 from paceline.checkpoints.load import load
 from paceline.checkpoints.tokenizer import Tokenizer, eos_ids
 from paceline.decoding import sequence as decoding
@@ -49,6 +49,10 @@ NewProposer = Callable[[int, int], Proposer]
 AHEAD = "ngram+"
 """Ahead of the name of a draft: prompt lookup drafts where it finds something, the draft where not."""
 
+AUTO_P_MIN = 0.3
+"""`draft_p_min` of `draft="auto"`: below that chance a step of the draft costs about what it brings, where weights are
+in 4 bits."""
+
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int]
 
@@ -58,11 +62,11 @@ class LLM:
 
     model: a built-in name ("smollm2-135m"), a folder, a .gguf file, a hub id, or a model in memory: one of ours, or
         any causal model of transformers (then with `tokenizer`).
-    draft: "auto" (the best for this target), None (plain decoding), "ngram" (prompt lookup), a folder that `paceline
-        train` made for this target, "smollm2-135m-eagle3" (the draft that comes with that model), or a model, given in
-        any of the ways of `model`. "ngram+..." ahead of a name: prompt lookup where it finds something, that draft
-        elsewhere. A draft with another tokenizer proposes the tokens that both know; a draft in memory without
-        `draft_tokenizer` has the target's.
+    draft: None (plain decoding), "ngram" (prompt lookup), a folder that `paceline train` made for this target,
+        "smollm2-135m-eagle3" (the draft that comes with that model), or a model, given in any of the ways of `model`.
+        "auto" is "ngram+" the draft that comes with a built-in model, "ngram" for others. "ngram+..." ahead of a name:
+        prompt lookup where it finds something, that draft elsewhere. A draft with another tokenizer proposes the tokens
+        that both know; a draft in memory without `draft_tokenizer` has the target's.
     draft_tokens: K, how many tokens a round drafts; 0 is plain decoding. "auto" chooses K for every sequence and round
         by what a round costs on this machine and what the sequence kept of its drafts so far, 0 included. The costs are
         those that `paceline tune` measured, or are measured before the first draft (a few seconds) and kept in the
@@ -70,7 +74,7 @@ class LLM:
         beside them, as long as the measured costs are the same; with a K of your choice also on another machine. A
         function that makes a `Control` for a proposer chooses in a way of one's own.
     draft_p_min: a draft model ends its draft before a token with which the chance that all of it is kept, as far as the
-        draft can tell, would fall below this; 0 always drafts `draft_tokens`.
+        draft can tell, would fall below this; 0 always drafts `draft_tokens`. None is 0.3 with `draft="auto"`, else 0.
     verify: "token" (the paper's rule), "block" (at least as many tokens a round), "coupled" (the text depends on target
         and seed alone, whatever the draft).
     dtype: "auto" (each matrix as the file has it, where the device can multiply it so; see `load`), "float32",
@@ -95,7 +99,7 @@ class LLM:
         draft: str | Path | LanguageModel | PreTrainedModel | None = "auto",
         *,
         draft_tokens: int | Literal["auto"] | NewControl = "auto",
-        draft_p_min: float = 0.0,
+        draft_p_min: float | None = None,
         verify: Literal["token", "block", "coupled"] = "token",
         dtype: str = "auto",
         quantize: str | None = None,
@@ -131,26 +135,44 @@ class LLM:
             device=device,
         )
         self.target, self.tokenizer, self.eos_ids, self.notes = _loaded(model, tokenizer, how)
-        if not 0 <= draft_p_min < 1:
+        if draft_p_min is not None and not 0 <= draft_p_min < 1:
             raise ValueError(f"draft_p_min is {draft_p_min}, it must be at least 0 and below 1")
         self.draft_tokens: int | Literal["auto"] | NewControl = draft_tokens
-        self.draft_p_min = draft_p_min
+        self._p_min = draft_p_min
         self._how, self._name = how, model if isinstance(model, (str, Path)) else None
-        self._setting = self._settled(draft)
-        self._new_proposer = self._proposers(draft, draft_tokenizer, how)
-        self._profile: Profile | None = None
-        self._pool: Pool = {}
+        self._take(draft, draft_tokenizer)
 
-    def with_draft(self, draft: str | Path | NewProposer | None, *, max_num_seqs: int | None = None) -> LLM:
-        """The same target in memory with another draft, by name, or what makes a proposer of one's own."""
+    def with_draft(
+        self, draft: str | Path | NewProposer | None, *, p_min: float | None = None, max_num_seqs: int | None = None
+    ) -> LLM:
+        """The same target in memory with another draft, by name, or what makes a proposer of one's own. `p_min` stands
+        in for `draft_p_min`, where it is given."""
         other = copy.copy(self)
+        other._p_min = self._p_min if p_min is None else p_min
         if draft is None or isinstance(draft, (str, Path)):
-            other._setting, other._new_proposer = self._settled(draft), other._proposers(draft, None, self._how)
+            other._take(draft, None)
         else:
+            other._take(None, None)
             other._setting, other._new_proposer = None, draft
-        other._profile, other._pool = None, {}
         other._max_num_seqs = max_num_seqs or self._max_num_seqs
         return other
+
+    def _take(
+        self,
+        draft: str | Path | LanguageModel | PreTrainedModel | None,
+        draft_tokenizer: Tokenizer | PreTrainedTokenizerBase | None,
+    ) -> None:
+        """Draft with this from now on."""
+        self.draft_p_min = self._p_min or 0.0
+        if draft == "auto":
+            shipped = shipped_draft(self._name)
+            draft = "ngram" if shipped is None else AHEAD + shipped
+            if shipped is not None and self._p_min is None:
+                self.draft_p_min = AUTO_P_MIN
+        self._setting = self._settled(draft)
+        self._new_proposer = self._proposers(draft, draft_tokenizer, self._how)
+        self._profile: Profile | None = None
+        self._pool: Pool = {}
 
     def _settled(self, draft: Any) -> dict[str, Any] | None:
         """All that costs depend on; None where a model has no name to find them by."""
@@ -163,7 +185,7 @@ class LLM:
 
         return {
             "model": named(self._name),
-            "draft": None if draft is None else named("ngram" if draft == "auto" else draft),
+            "draft": None if draft is None else named(draft),
             **asdict(self._how),
             "device": str(self.target.device),
             "threads": torch.get_num_threads(),
@@ -356,7 +378,7 @@ class LLM:
     ) -> NewProposer:
         if draft is None:
             return lambda slots, capacity: NoProposer()
-        if draft in ("auto", "ngram"):
+        if draft == "ngram":
             return lambda slots, capacity: NgramProposer(self.target.vocab_size)
         if not isinstance(draft, (str, Path)):
             how = _How()  # it is as it is
@@ -382,10 +404,9 @@ class LLM:
             drafting.model, vocabulary, slots=slots, capacity=capacity, p_min=self.draft_p_min
         )
 
-    def new_proposer(self, folder: Path, *, p_min: float | None = None) -> NewProposer:
-        """Of the draft in a folder that `paceline train` made for this target; `p_min` in place of `draft_p_min`.
-        Raises ValueError for any other folder."""
-        least = self.draft_p_min if p_min is None else p_min
+    def new_proposer(self, folder: Path) -> NewProposer:
+        """Of the draft in a folder that `paceline train` made for this target. ValueError for any other folder."""
+        least = self.draft_p_min
         if not isinstance(self.target, Decoder):
             raise ValueError(
                 f"{folder} holds a draft for a target that Paceline's own decoder runs, and this one is run by "

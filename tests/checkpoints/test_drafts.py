@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from paceline.checkpoints.drafts import SHIPPED, describe_draft, find_draft, is_draft, load_draft
+from paceline.checkpoints.drafts import SHIPPED, describe_draft, find_draft, is_draft, load_draft, shipped_draft
 from paceline.checkpoints.load import load
 from tests.training.test_learners import CONFIG, IDS, learner, target
 
@@ -178,6 +178,14 @@ def test_a_draft_is_found_by_its_folder_or_by_the_name_it_comes_with(
     assert find_draft("smollm2-135m-eagle3") is None
     folder.replace(folder.parent / "smollm2-135m-eagle3")
     assert find_draft("smollm2-135m-eagle3") == Path("smollm2-135m-eagle3")
+
+
+def test_a_built_in_model_knows_the_draft_that_comes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped_draft("smollm2-135m") == shipped_draft(Path("smollm2-135m")) == "smollm2-135m-eagle3"
+    assert [shipped_draft(name) for name in (None, "", "smollm2", "org/smollm2-135m")] == [None] * 4
+    (tmp_path / "smollm2-135m").mkdir()  # another model, which goes ahead of the built-in one
+    assert shipped_draft("smollm2-135m") is None
 
 
 def test_drafts_that_come_with_a_model_are_small_and_described() -> None:
