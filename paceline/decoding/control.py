@@ -33,6 +33,10 @@ UNKNOWN = (0.6, 0.6)
 """Acceptance that is believed before any was seen: enough to try."""
 FEW = 4.0
 """Drafts that overrule what was believed."""
+WHOLE = (1.0, 1.0)
+"""Drafts are believed to be as long as asked for before any was seen."""
+PARTS = 16
+"""Rows and steps that may or may not be there are counted in such parts."""
 
 
 class Control(Protocol):
@@ -96,16 +100,16 @@ class Costs:
         if len(self.batches) != len(self.draft_s) or any(len(by_k) < 2 for by_k in self.draft_s):
             raise ValueError("draft_s must have one row for each of batches, with the seconds of 0, 1, ... tokens")
 
-    def round(self, rows: int, context: float) -> float:
+    def round(self, rows: float, context: float) -> float:
         short = between(self.rows, self.round_s, rows)
         return short + context * max(0.0, between(self.rows, self.context_s, rows))
 
-    def draft(self, k: int, sequences: int) -> float:
+    def draft(self, k: float, sequences: int) -> float:
         by_batch = [between(range(len(by_k)), by_k, k) for by_k in self.draft_s]
         return between(self.batches, by_batch, sequences)
 
 
-def between(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
+def between(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     """Linear between the measured points; beyond the last one as from the first to the last, since two that lie close
     together may differ by nothing but noise."""
     if len(xs) == 1:
@@ -119,7 +123,7 @@ def between(xs: Sequence[int], ys: Sequence[float], x: int) -> float:
 
 @dataclass
 class Acceptance:
-    """How often a drafted token was accepted, given that those ahead of it were: at the first position, and behind it.
+    """How often a token was accepted, given that those ahead of it were: at the first position, and behind it.
 
     Counts fade by `memory` with each draft.
     """
@@ -149,13 +153,34 @@ class Acceptance:
             self.reached[i] = self.memory * self.reached[i] + reached
 
 
-Pool = dict[str, Acceptance]
+@dataclass
+class Seen:
+    """What became of the tokens that drafts of one kind were asked for."""
+
+    kept: Acceptance
+    drawn: Acceptance
+    """Drafts that a model ends early have fewer: the others cost nothing, and are not kept."""
+
+    @classmethod
+    def believed(cls, rates: tuple[float, float], drafts: float) -> Seen:
+        return cls(Acceptance.believed(rates, drafts), Acceptance.believed(WHOLE, FEW))
+
+    @classmethod
+    def nothing(cls) -> Seen:
+        return cls(Acceptance(RECENT), Acceptance(RECENT))
+
+    def learn(self, asked: int, drafted: int, accepted: int) -> None:
+        self.kept.learn(asked, accepted)
+        self.drawn.learn(asked, drafted)
+
+
+Pool = dict[str, Seen]
 """What all sequences of a model saw together, by kind of draft."""
 
 
 def pool(believed: Mapping[str, tuple[float, float]] = {}) -> Pool:
     """`believed`: rates that were measured before, by kind."""
-    return {kind: Acceptance.believed(rates, 10 * FEW) for kind, rates in believed.items()}
+    return {kind: Seen.believed(rates, 10 * FEW) for kind, rates in believed.items()}
 
 
 @dataclass
@@ -164,7 +189,7 @@ class _Slot:
     kind: str = ""
     """Of the draft that was chosen last."""
     asked: int = 0
-    """Tokens that a model was asked for then. Where it ended its draft early, what it left out counts as not kept."""
+    """Tokens that a model was asked for then. Where it ended its draft early, it drafted fewer."""
     saved_s: float = 0.0
     """What may be spent on a probe."""
 
@@ -188,7 +213,7 @@ class Adaptive:
     ) -> None:
         self.proposer, self.costs, self.pool, self.believed = proposer, costs, pool, believed
         self._slots: dict[int, _Slot] = {}
-        self._by_rows: dict[int, tuple[float, float]] = {}
+        self._by_rows: dict[int, tuple[float, float]] = {}  # by PARTS, as the other
         self._by_k: dict[tuple[int, int], float] = {}
 
     def begin(self, slot: int) -> None:
@@ -209,9 +234,9 @@ class Adaptive:
         return chosen
 
     def _choose(self, requests: Sequence[Request], prospects: Sequence[Prospect | None]) -> list[int]:
-        gains = [self._gains(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
+        odds = [self._odds(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
         context = sum(len(r.tokens) for r in requests) / len(requests)
-        chosen = self._allot(gains, prospects, context, [min(r.k, HORIZON) for r in requests])
+        chosen = self._allot(odds, prospects, context, [min(r.k, HORIZON) for r in requests])
         plain_s = self._round_s(len(requests), context)
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
@@ -226,48 +251,56 @@ class Adaptive:
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
         held = self._slots[slot]
         if asked := max(drafted, held.asked):
-            held.seen.setdefault(held.kind, Acceptance(RECENT)).learn(asked, accepted)
-            self._of_all(held.kind).learn(asked, accepted)
+            for seen in (held.seen.setdefault(held.kind, Seen.nothing()), self._of_all(held.kind)):
+                seen.learn(asked, drafted, accepted)
         held.asked = 0
 
-    def _of_all(self, kind: str) -> Acceptance:
-        return self.pool.setdefault(kind, Acceptance.believed(UNKNOWN, FEW))
+    def _of_all(self, kind: str) -> Seen:
+        return self.pool.setdefault(kind, Seen.believed(UNKNOWN, FEW))
 
-    def _gains(self, request: Request, ahead: Prospect | None) -> list[float]:
-        """The chance that the i-th drafted token is kept."""
+    def _odds(self, request: Request, ahead: Prospect | None) -> list[tuple[float, float]]:
+        """The chances that the i-th token is kept, and that it is drafted at all."""
         if ahead is None:
             return []
-        own = self._slots[request.slot].seen.get(ahead.kind, Acceptance(RECENT))
-        others = self.believed.get(ahead.kind, UNKNOWN) if _alone(request) else self._of_all(ahead.kind).rates()
-        first, later = own.rates(others, OF_POOL)
-        return [first * later**i for i in range(_reach(request, ahead))]
+        own = self._slots[request.slot].seen.get(ahead.kind, Seen.nothing())
+        if _alone(request):
+            kept, drawn = self.believed.get(ahead.kind, UNKNOWN), WHOLE
+        else:
+            of_all = self._of_all(ahead.kind)
+            kept, drawn = of_all.kept.rates(), of_all.drawn.rates()
+        first, later = own.kept.rates(kept, OF_POOL)
+        there, further = own.drawn.rates(drawn, OF_POOL)
+        chances = ((first * later**i, there * further**i) for i in range(_reach(request, ahead)))
+        return [(kept, max(kept, drawn)) for kept, drawn in chances]  # what was believed of one may outlast the other
 
     def _allot(
         self,
-        gains: list[list[float]],
+        odds: list[list[tuple[float, float]]],
         prospects: Sequence[Prospect | None],
         context: float,
         shares: Sequence[int],
     ) -> list[int]:
         """A sequence's gains never rise, so the best allotment of a number of rows takes the largest gains of all.
 
-        Sequences draft together: the longest draft tells how many steps the model makes. What it has to read first
-        serves the rounds to come as well, so one of so many `shares` of it counts.
+        Sequences draft together: the longest draft tells how many steps the model makes. A step is made to draft the
+        token that may not be there, too. What the model has to read first serves the rounds to come as well, so one of
+        so many `shares` of it counts.
         """
-        order = sorted(((gain, n) for n, of_n in enumerate(gains) for gain in of_n), key=lambda pair: -pair[0])
-        tokens, rows, counts, chosen = float(len(gains)), len(gains), [0] * len(gains), [0] * len(gains)
+        order = sorted(((*chances, n) for n, of_n in enumerate(odds) for chances in of_n), key=lambda of: -of[0])
+        tokens, rows, counts, chosen = float(len(odds)), float(len(odds)), [0] * len(odds), [0] * len(odds)
+        steps, reached = [0.0] * len(odds), [1.0] * len(odds)
         best = LEAST_GAIN * tokens / self._round_s(rows, context)
-        models = longest = 0
-        reading_s = 0.0
-        for gain, n in order:
+        models, longest, reading_s = 0, 0.0, 0.0
+        for gain, drawn, n in order:
             if gain < NEGLIGIBLE:
                 break
             tokens += gain
-            rows += 1
+            rows += drawn
             counts[n] += 1
             seconds, ahead = self._round_s(rows, context), prospects[n]
             if ahead and ahead.by_model:
-                longest = max(longest, counts[n])
+                steps[n] += reached[n]
+                reached[n], longest = drawn, max(longest, steps[n])
                 if counts[n] == 1:
                     models += 1
                     reading_s += self.costs.read_s * ahead.unread / shares[n]
@@ -279,17 +312,19 @@ class Adaptive:
 
     # A handful of costs are asked for in every round.
 
-    def _round_s(self, rows: int, context: float) -> float:
-        if rows not in self._by_rows:
-            short = self.costs.round(rows, 0.0)
-            self._by_rows[rows] = short, self.costs.round(rows, 1.0) - short
-        short, of_context = self._by_rows[rows]
+    def _round_s(self, rows: float, context: float) -> float:
+        parts = round(PARTS * rows)
+        if parts not in self._by_rows:
+            short = self.costs.round(parts / PARTS, 0.0)
+            self._by_rows[parts] = short, self.costs.round(parts / PARTS, 1.0) - short
+        short, of_context = self._by_rows[parts]
         return short + context * of_context
 
-    def _draft_s(self, k: int, sequences: int) -> float:
-        if (k, sequences) not in self._by_k:
-            self._by_k[k, sequences] = self.costs.draft(k, sequences)
-        return self._by_k[k, sequences]
+    def _draft_s(self, steps: float, sequences: int) -> float:
+        parts = round(PARTS * steps)
+        if (parts, sequences) not in self._by_k:
+            self._by_k[parts, sequences] = self.costs.draft(parts / PARTS, sequences)
+        return self._by_k[parts, sequences]
 
 
 def _reach(request: Request, ahead: Prospect) -> int:

@@ -25,6 +25,7 @@ from paceline.decoding.round import Batch
 from paceline.models.cache import KVCache
 from paceline.models.interface import Cache, Chunk, InFront, LanguageModel, Scores
 from paceline.proposers.base import Proposer, Request
+from paceline.proposers.first import FirstOf
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.sampler import RULES, Sampler
@@ -34,7 +35,7 @@ SHORT, LONG = 32, 1024
 """Contexts that costs are measured behind: far enough apart for what a token more costs to stand out from noise."""
 READ = 256
 """Tokens of a prompt at most that are really read for a measurement."""
-VERSION = 2
+VERSION = 3
 """Raised where costs come to be measured in another way: older profiles are not found then."""
 TIMES = 6
 """Rounds of each kind that are timed at most; the fastest counts, since whatever else runs only adds."""
@@ -118,6 +119,15 @@ class _Skimming(InFront):
     def _last(self, chunk: Chunk, cache: KVCache) -> Chunk:
         cache.fill(chunk.slot, cache.length(chunk.slot) + len(chunk.tokens) - 1)
         return replace(chunk, tokens=chunk.tokens[-1:], outputs=min(chunk.outputs, 1))
+
+
+def _at_length(proposer: Proposer) -> Proposer:
+    """This one where a draft takes longest: its model, if lookup goes ahead of it, and all tokens asked for."""
+    if isinstance(proposer, FirstOf):
+        proposer = proposer.proposers[-1]
+    if hasattr(proposer, "p_min"):
+        proposer.p_min = 0.0
+    return proposer
 
 
 class _NoText:
@@ -223,7 +233,7 @@ class _Rounds:
     def begin(self, target: LanguageModel, new_proposer: Callable[[int, int], Proposer]) -> None:
         self._begin = lambda: self.begin(target, new_proposer)
         capacity = min(target.context - 1, self.context + TIMES * (MAX_DRAFT + 1))
-        proposer = new_proposer(self.sequences, capacity)
+        proposer = _at_length(new_proposer(self.sequences, capacity))
         self._batch = Batch(target, proposer, draft_tokens=0, slots=self.sequences, capacity=capacity)
         random = np.random.default_rng(0)
         for _ in range(self.sequences):

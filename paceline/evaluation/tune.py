@@ -133,7 +133,7 @@ def tune(
         )
         file = drafting.profile_file
         if file:
-            Profile(costs, {kind: acceptance.rates() for kind, acceptance in seen.items()}).save(file)
+            Profile(costs, {kind: of_kind.kept.rates() for kind, of_kind in seen.items()}).save(file)
         yield Advice(
             draft,
             costs,

@@ -197,10 +197,40 @@ def test_what_a_model_leaves_out_of_its_drafts_was_not_kept_either(by_model: boo
     made = control(costs(0.1, draft_s=0.2), (0.9, 0.9), by_model=by_model)
     (asked,) = made.choose(requests())
     assert asked > 1
-    for _ in range(20):
+    for _ in range(300):
         made.choose(requests())
         made.learn(0, drafted=0, accepted=0)
     assert (made.choose(requests()) == [0]) is by_model
+
+
+@pytest.mark.parametrize("row_s", [0.05, 0.3])
+@pytest.mark.parametrize(("there", "right"), [(0.5, 0.9), (0.3, 0.9), (0.15, 0.6), (0.9, 0.7)])
+def test_a_draft_that_ends_early_is_asked_for_as_much_as_pays(there: float, right: float, row_s: float) -> None:
+    """A model is sure of a first token so often, of each further one as a rule; what it ends before costs a step."""
+    of = costs(row_s, draft_s=0.08)
+
+    def round_of(k: int, draw: random.Random) -> tuple[int, int, float]:
+        drafted = 0
+        while drafted < k and draw.random() < (0.8 if drafted else there):
+            drafted += 1
+        kept = 0
+        while kept < drafted and draw.random() < right:
+            kept += 1
+        steps = min(drafted + 1, k)
+        return drafted, kept, of.round(1 + drafted, 10) + (of.draft(steps, 1) if k else 0)
+
+    def fixed(k: int) -> float:
+        rounds = [round_of(k, draw) for draw in [random.Random(0)] for _ in range(4000)]
+        return sum(1 + kept for _, kept, _ in rounds) / sum(seconds for *_, seconds in rounds)
+
+    made, draw, tokens, seconds = Adaptive(Ahead(Prospect("d", by_model=True)), of, pool()), random.Random(1), 0, 0.0
+    made.begin(0)
+    for _ in range(4000):
+        (k,) = made.choose(requests())
+        drafted, kept, took = round_of(k, draw)
+        made.learn(0, drafted, kept)
+        tokens, seconds = tokens + 1 + kept, seconds + took
+    assert tokens / seconds > 0.97 * max(map(fixed, range(MAX_DRAFT + 1)))
 
 
 def test_no_more_is_asked_for_than_there_are_heads() -> None:
@@ -222,14 +252,14 @@ def test_finding_out_what_is_accepted_counts_what_a_model_left_out() -> None:
     believed = Acceptance.believed(UNKNOWN, FEW)
     believed.learn(4, 0)
     assert seen.keys() == {"draft"}
-    assert seen["draft"].rates() == believed.rates()
+    assert seen["draft"].kept.rates() == believed.rates()
 
 
 def test_what_was_asked_for_counts_once() -> None:
     made = control(costs(0.1), (0.9, 0.9), by_model=True)
     (asked,) = made.choose(requests())
     made.learn(0, drafted=1, accepted=1)
-    seen = made._slots[0].seen["kind 0"]
+    seen = made._slots[0].seen["kind 0"].kept
     assert (seen.accepted, seen.reached) == ([1, 0], [1, 1])
     made.learn(0, drafted=0, accepted=0)  # a round that had no room to draft
     assert (seen.accepted, seen.reached) == ([1, 0], [1, 1])
