@@ -147,7 +147,7 @@ class Batch:
             self._report_prompt(turn, logits_OV)
         if not turn.gives_tokens:
             return []
-        logits_SV = logits_OV[-len(draft) - 1 :]
+        logits_SV = logits_OV if len(logits_OV) == len(draft) + 1 else logits_OV[-len(draft) - 1 :]
         p_S = sampler.distributions(logits_SV, sequence.tokens, draft.tokens)
         verdict = sampler.verify(p_S, draft, anchor=len(sequence.tokens))
         tokens = [*draft.tokens[: verdict.accepted], verdict.token]
@@ -186,8 +186,8 @@ class Batch:
         read = self._cache.length(sequence.slot)
         stands = min(read, len(sequence.tokens) - 1)
         self._cache.truncate(sequence.slot, stands)
-        if features_TFH is not None:
-            features_TFH = features_TFH[: len(features_TFH) - (read - stands)]
+        if features_TFH is not None and read > stands:
+            features_TFH = features_TFH.narrow(0, 0, len(features_TFH) - (read - stands))
         self.proposer.observe(sequence.slot, sequence.tokens, features_TFH)
         if sequence.finish_reason is not None:
             self._free.append(sequence.slot)

@@ -422,9 +422,10 @@ class Decoder(nn.Module):
 
     def forward(self, chunks: Sequence[Chunk], cache: Cache, features: Sequence[int] = ()) -> Scores:
         assert isinstance(cache, KVCache)
-        assert len(cache.keys) == len(self.layers)
-        if not all(0 <= index <= len(self.layers) for index in features):
-            raise ValueError(f"features {list(features)} do not exist: this model has 0 to {len(self.layers)}")
+        depth = len(self._kinds)
+        assert len(cache.keys) == depth
+        if not all(0 <= index <= depth for index in features):
+            raise ValueError(f"features {list(features)} do not exist: this model has 0 to {depth}")
         if not chunks:
             return Scores(logits=[])
 
@@ -437,8 +438,8 @@ class Decoder(nn.Module):
         logits_OV, features_NFH = run(chunks, starts, cache, features, wanted)
         cache.commit(ends)
         return Scores(
-            logits=list(self._capped(logits_OV).split(outputs)),
-            features=[] if features_NFH is None else list(features_NFH.split(sizes)),
+            logits=_parts(self._capped(logits_OV), outputs),
+            features=[] if features_NFH is None else _parts(features_NFH, sizes),
         )
 
     def _run(
@@ -534,6 +535,11 @@ class Decoder(nn.Module):
             last_norm=self.norm.weight,
             embedding_scale=self.config.embedding_scale,
         )
+
+
+def _parts(rows: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """A single one is not cut: behind a pass, which empties the caches, that takes as long as a step of bookkeeping."""
+    return [rows] if len(sizes) == 1 else list(rows.split(sizes))
 
 
 def reaches_of(

@@ -15,7 +15,7 @@ from paceline.sampling.draft import Draft
 from paceline.sampling.rejection import (
     Verdict,
     accept_uniforms,
-    likelihood_ratios,
+    likelihood_ratio,
     next_token,
     propose,
     residual,
@@ -34,8 +34,8 @@ def thresholds(p_S: Sequence[Distribution], draft: Draft) -> tuple[npt.NDArray[n
     """
     size = len(draft)
     h_K, r_S = np.zeros(size), np.ones(size + 1)
-    for i, ratio in enumerate(likelihood_ratios(p_S, draft), start=1):
-        r = r_S[i] = min(1.0, r_S[i - 1] * ratio)
+    for i in range(1, size + 1):
+        r = r_S[i] = min(1.0, r_S[i - 1] * likelihood_ratio(p_S, draft, i - 1))
         if i == size:
             h_K[i - 1] = r
             continue

@@ -31,11 +31,12 @@ class Verdict:
     token: int
 
 
-def likelihood_ratios(p_S: Sequence[Distribution], draft: Draft) -> npt.NDArray[np.float64]:
-    """[K] p(x)/q(x) of the drafted tokens. q(x) is positive, since x was drawn from q."""
-    q_K = [q.of(x) for q, x in zip(draft.probs, draft.tokens, strict=True)]
-    assert all(chance > 0 for chance in q_K), f"the draft holds a token that its q gives no probability: {q_K}"
-    return np.array([p_S[i].of(x) / q_K[i] for i, x in enumerate(draft.tokens)])
+def likelihood_ratio(p_S: Sequence[Distribution], draft: Draft, t: int) -> float:
+    """p(x)/q(x) of a drafted token. q(x) is positive, since x was drawn from q."""
+    x = draft.tokens[t]
+    q = draft.probs[t].of(x)
+    assert q > 0, f"the draft's token {x} at {t} has no probability by its own q"
+    return p_S[t].of(x) / q
 
 
 def residual(p: Distribution, draft: Draft, accepted: int, scale: float = 1.0) -> Distribution:
@@ -43,7 +44,7 @@ def residual(p: Distribution, draft: Draft, accepted: int, scale: float = 1.0) -
 
     Where rounding leaves nothing (p equals q, so this branch had probability 0 but for rounding), p itself.
     """
-    if accepted == len(draft):
+    if accepted == len(draft) or (p.ids is not None and len(p.ids) == 1):  # of one token there is nothing to choose
         return p
     rest = p.minus(draft.probs[accepted], scale)
     return rest if rest.probs.max() > 0 else p
@@ -51,7 +52,7 @@ def residual(p: Distribution, draft: Draft, accepted: int, scale: float = 1.0) -
 
 def thresholds(p_S: Sequence[Distribution], draft: Draft) -> npt.NDArray[np.float64]:
     """[K] the probability that token t stands, given that all before it do: min(1, p/q)."""
-    return np.minimum(likelihood_ratios(p_S, draft), 1)
+    return np.array([min(likelihood_ratio(p_S, draft, t), 1.0) for t in range(len(draft))])
 
 
 def decide(p_S: Sequence[Distribution], draft: Draft, uniforms_K: npt.NDArray[np.float64]) -> tuple[int, Distribution]:
@@ -63,10 +64,12 @@ def decide(p_S: Sequence[Distribution], draft: Draft, uniforms_K: npt.NDArray[np
 
 
 def _decide(p_S: Sequence[Distribution], draft: Draft, uniform: Callable[[int], float]) -> tuple[int, Distribution]:
-    """Asks only for numbers that decide something: all of them are at least 0 and below 1."""
+    """Looks at no token behind the first that falls, and asks only for numbers that decide something: all of them are
+    at least 0 and below 1."""
     accepted = 0
-    for t, threshold in enumerate(thresholds(p_S, draft).tolist() if draft.tokens else ()):
-        if threshold < 1 and (threshold <= 0 or uniform(t) >= threshold):
+    while accepted < len(draft):
+        ratio = likelihood_ratio(p_S, draft, accepted)
+        if ratio < 1 and (ratio <= 0 or uniform(accepted) >= ratio):
             break
         accepted += 1
     return accepted, residual(p_S[accepted], draft, accepted)

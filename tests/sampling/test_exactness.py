@@ -198,7 +198,8 @@ def test_the_enumeration_catches_a_faulty_rule(fault: str) -> None:
         if fault == "recover from p":
             accepted, _ = rejection.decide(p_S, draft, uniforms)
             return accepted, p_S[accepted]
-        stands = uniforms < 1 / np.maximum(rejection.likelihood_ratios(p_S, draft), 1e-300)
+        ratios = [rejection.likelihood_ratio(p_S, draft, t) for t in range(len(draft))]
+        stands = uniforms < 1 / np.maximum(ratios, 1e-300)
         accepted = int(stands.cumprod().sum())
         return accepted, rejection.residual(p_S[accepted], draft, accepted)
 
