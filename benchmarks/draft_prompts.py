@@ -68,7 +68,23 @@ def stub(task: str, shuffle: random.Random) -> str:
     return f"{head}def {name}({', '.join(arguments)}):\n    {quotes}{begin}{goal}\n    {quotes}\n"
 
 
-WORDS = "apple river stone python cloud green seven night orange letter small music window paper summer".split()
+WORDS = [
+    "apple",
+    "river",
+    "stone",
+    "python",
+    "cloud",
+    "green",
+    "seven",
+    "night",
+    "orange",
+    "letter",
+    "small",
+    "music",
+    "window",
+    "paper",
+    "summer",
+]
 
 
 def value(kind: str, shuffle: random.Random) -> str:
