@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 DRAFT_TOKENS = 4
+TRAINED = "smollm2-135m-eagle3"
 CONTEXT = 128
 """Tokens in the cache before a pass that is timed."""
 ROOM = 1024
@@ -83,15 +84,21 @@ class Paceline:
             self.models["draft"] = drafts["draft"] = model = load(
                 draft, device="cpu", activations=self.activations
             ).model
-            assert isinstance(model, torch.nn.Module)
-            model.register_forward_pre_hook(lambda *_: self._clock(-1))
-            model.register_forward_hook(lambda *_: self._clock(1))
+            self._watch(model)
         self.llms = {
             mode: LLM(plain.target, draft, tokenizer=plain.tokenizer, draft_tokens=DRAFT_TOKENS)
             for mode, draft in drafts.items()
         }
+        # What auto is for the built-in name.
+        self.llms["trained"] = LLM(plain.target, f"ngram+{TRAINED}", tokenizer=plain.tokenizer, draft_p_min=0.3)
+        proposer: Any = self.llms["trained"].proposers(1, CONTEXT)
+        self._watch(proposer.proposers[-1].model)
         self.chunk, self.inference = Chunk, torch.inference_mode
         self.caches: dict[str, Any] = {}
+
+    def _watch(self, draft: Any) -> None:
+        draft.register_forward_pre_hook(lambda *_: self._clock(-1))
+        draft.register_forward_hook(lambda *_: self._clock(1))
 
     def _clock(self, sign: int) -> None:
         self.draft_pass_s += sign * time.perf_counter()

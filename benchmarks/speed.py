@@ -49,11 +49,11 @@ FORMATS = {
     "openvino": ("int8",),
 }
 MODES = {
-    "paceline": ("plain", "ngram", "draft"),
-    "paceline-int8": ("plain", "ngram", "draft"),
+    "paceline": ("plain", "ngram", "trained", "draft"),
+    "paceline-int8": ("plain", "ngram", "trained", "draft"),
     "transformers": ("plain", "draft"),
 }
-"""Of the others: plain."""
+"""Of the others: plain. trained: what draft="auto" is for the built-in model, K chosen for every round."""
 OURS = ("paceline", "paceline-int8")
 FOLDERS = ("bf16", "int8")
 """Formats that are no GGUF file."""
@@ -122,7 +122,7 @@ def main(
         list[str] | None, typer.Option(help='Sides alone, as "q8_0", "llama.cpp" or "paceline f32".')
     ] = None,
     part: Annotated[list[str] | None, typer.Option(help=f"Measure these alone: {', '.join(PARTS)}.")] = None,
-    mode: Annotated[list[str] | None, typer.Option(help="Decode in these modes alone: plain, ngram, draft.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODES['paceline'])}.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Paceline's draft, instead of four layers of the target.")] = None,
     repeats: int = 3,
     max_tokens: int = 64,
@@ -134,7 +134,7 @@ def main(
         importlib.import_module("matplotlib.figure")  # rather now than after the measuring
     parts, modes = part or PARTS, mode or MODES["paceline"]
     if unknown := {*parts, *modes} - {*PARTS, *MODES["paceline"]}:
-        raise typer.BadParameter(f"{', '.join(unknown)}: parts are {', '.join(PARTS)}, modes plain, ngram, draft")
+        raise typer.BadParameter(f"{', '.join(unknown)}: parts are {PARTS}, modes {MODES['paceline']}")
     machine = Machine(threads)
     contestants: list[Contestant] = []
     interrupted = False
@@ -317,7 +317,9 @@ def tell_decode(contestants: Sequence[Contestant]) -> Told:
 
 def tell_rounds(contestants: Sequence[Contestant]) -> Told:
     names = ("draft passes", "score", "rest of draft", "verify", "other")
-    table = Table("side", "mode", *names, "outside the passes", title=f"Milliseconds of a round, K = {DRAFT_TOKENS}")
+    table = Table(
+        "side", "mode", *names, "outside the passes", title=f"Milliseconds of a round, K = {DRAFT_TOKENS}, or auto"
+    )
     found: dict[str, Any] = {}
     for one in contestants:
         for mode, runs in one.runs.items():
