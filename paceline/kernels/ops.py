@@ -290,7 +290,7 @@ class Model:
         self._depth, self._hidden, self._outputs = len(layers), head.inputs, head.outputs
         self._call = build.library().paceline_run
         self._call.argtypes = (c_void_p, c_void_p, ctypes.c_int)
-        self._call.restype = None
+        self._call.restype = c_long
 
     def __call__(
         self,
@@ -332,7 +332,10 @@ class Model:
             len(wanted),
             given is not None and given.dim() == 3,
         )
-        self._call(ctypes.addressof(self._struct), ctypes.addressof(held), torch.get_num_threads())
+        if missing := self._call(ctypes.addressof(self._struct), ctypes.addressof(held), torch.get_num_threads()):
+            raise MemoryError(
+                f"a pass over {rows} tokens needs {missing:,} bytes more than there are: read fewer at once"
+            )
         return logits_OV, x_NH, kept_NFH
 
 

@@ -1221,13 +1221,15 @@ static Phase *capture(Phase *phase, const Model *m, const Pass *p, int layers) {
 #define PHASES 11
 #define PHASES_AROUND 5
 
-/* From tokens, or from what the first layer takes, to the logits of the rows that are wanted. */
-void paceline_run(const Model *m, const Pass *p, int threads) {
+/* From tokens, or from what the first layer takes, to the logits of the rows that are wanted. Returns the bytes that it could
+ * not get to work with; 0 if all is done. */
+long paceline_run(const Model *m, const Pass *p, int threads) {
     const int hidden = m->head.inputs;
     const size_t bytes = (PHASES * m->count + PHASES_AROUND) * sizeof(Phase);
     const size_t both = p->tokens && p->given ? p->rows * 2 * hidden : 0;
     const size_t numbers = p->rows * m->scratch + p->outputs * hidden + both;
     Phase *phases = aligned_alloc(_Alignof(Phase), bytes + (numbers * sizeof(float) / sizeof(Phase) + 1) * sizeof(Phase));
+    if (!phases) return bytes + numbers * sizeof(float);
     memset(phases, 0, bytes);
     float *last = (float *)((uint8_t *)phases + bytes), *scratch = last + p->outputs * hidden; /* `last`: for the head */
     if (both) p->kinds->inputs = scratch + p->rows * m->scratch;
@@ -1247,6 +1249,7 @@ void paceline_run(const Model *m, const Pass *p, int threads) {
         product(phase, &m->head, last, p->outputs, (Result){p->logits, 0, m->head.outputs});
     }
     free(phases);
+    return 0;
 }
 
 /* The norm of each row of x, [rows, size], for what stands outside of the layers. */
