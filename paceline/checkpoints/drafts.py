@@ -7,6 +7,7 @@ input: every name, shape and id is compared with what the target says it must be
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import tempfile
@@ -25,6 +26,7 @@ from torch import nn
 
 import paceline.kernels as kernels
 from paceline.checkpoints.folder import DRAFT, read_json
+from paceline.checkpoints.resolve import BUILTINS
 from paceline.models.config import ModelConfig
 from paceline.models.decoder import Decoder, Embedding, Linear, pack
 from paceline.models.feature import Eagle1, Eagle3, FeatureDraft, plain_layer
@@ -60,10 +62,19 @@ def is_draft(path: Path) -> bool:
 
 
 def find_draft(name: str | Path) -> Path | None:
-    """The folder of a trained draft: a path, or the name of one that comes with a built-in model; None for neither."""
+    """The folder of a trained draft: a path, or the name of one that comes with a built-in model; None for neither.
+
+    Raises ValueError for what is nearly such a name.
+    """
     known = {folder.name: folder for folder in SHIPPED.glob("*")}
     folder = Path(name) if os.path.exists(name) else known.get(str(name), Path(name))
-    return folder if is_draft(folder) else None
+    if is_draft(folder):
+        return folder
+    if "/" not in str(name) and not os.path.exists(name):
+        near = difflib.get_close_matches(str(name).lower(), [*BUILTINS, *known], n=1)
+        if near and near[0] in known:
+            raise ValueError(f"unknown draft {str(name)!r}. Did you mean {near[0]!r}?")
+    return None
 
 
 def shipped_draft(model: str | Path | None) -> str | None:

@@ -172,6 +172,9 @@ def test_a_draft_is_found_by_its_folder_or_by_the_name_it_comes_with(
     assert find_draft(folder) == folder
     for name in ("smollm2-135m", "", ".", "..", "org/smollm2-135m-eagle3", str(folder.parent), str(folder / "none")):
         assert find_draft(name) is None
+    for name in ("smollm2-135m-eagle", "SmolLM2-135m-Eagle3", "smollm2-eagle3"):
+        with pytest.raises(ValueError, match=f"unknown draft '{name}'. Did you mean 'smollm2-135m-eagle3'"):
+            find_draft(name)
     # A file or folder of that name goes ahead of it, as with models.
     monkeypatch.chdir(folder.parent)
     (folder.parent / "smollm2-135m-eagle3").mkdir()
