@@ -23,6 +23,8 @@ HORIZON = 100
 """Rounds that a sequence is expected to go on for, unless it has room for fewer tokens."""
 PROBING = 0.01
 """Where drafting does not pay, this share of the time is spent on finding out whether it has begun to."""
+ADVANCE = 50
+"""Rounds whose share a sequence may spend on that from its beginning: its text need not be like those before it."""
 RECENT = 0.9
 """What an observed draft of a sequence weighs against the next one: about ten of them count."""
 POOLED = 0.99
@@ -190,15 +192,18 @@ class _Slot:
     """Of the draft that was chosen last."""
     asked: int = 0
     """Tokens that a model was asked for then. Where it ended its draft early, it drafted fewer."""
-    saved_s: float = 0.0
-    """What may be spent on a probe."""
+    saved_s: float | None = None
+    """What may be spent on a probe; None before the first round."""
+    worth_s: float = 0.0
+    """What each token saves that a probe, if it was one, had right."""
 
 
 class Adaptive:
     """As many tokens as give the batch the most tokens a second: E[tokens of the round] / seconds of the round.
 
     Tokens are expected by the kind of draft that is ahead (`Proposer.prospects`): a sequence's own recent acceptance,
-    leaning on what `pool` saw of others. Sequences that draft nothing probe with one token as often as PROBING allows.
+    leaning on what `pool` saw of others. Sequences that draft nothing probe with one token as often as PROBING allows,
+    and what a probe brought in is spent on the next.
 
     A request with a seed of its own is decided as if it ran alone, leaning on what was `believed` from the beginning:
     its text does not depend on what runs beside it, or ran before.
@@ -240,12 +245,15 @@ class Adaptive:
         plain_s = self._round_s(len(requests), context)
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
+            if held.saved_s is None:
+                held.saved_s = 0.0 if chosen[n] else PROBING * ADVANCE * plain_s
+                continue
             held.saved_s = 0.0 if chosen[n] else held.saved_s + PROBING * plain_s
             if ahead and not chosen[n]:
                 probe_s = self._round_s(len(requests) + 1, context) - plain_s
                 probe_s += self._draft_s(1, 1) + self.costs.read_s * ahead.unread if ahead.by_model else 0.0
                 if held.saved_s >= probe_s:
-                    chosen[n], held.saved_s = 1, 0.0
+                    chosen[n], held.saved_s, held.worth_s = 1, 0.0, plain_s
         return chosen
 
     def learn(self, slot: int, drafted: int, accepted: int) -> None:
@@ -253,7 +261,9 @@ class Adaptive:
         if asked := max(drafted, held.asked):
             for seen in (held.seen.setdefault(held.kind, Seen.nothing()), self._of_all(held.kind)):
                 seen.learn(asked, drafted, accepted)
-        held.asked = 0
+        if held.worth_s:
+            held.saved_s = accepted * held.worth_s
+        held.asked, held.worth_s = 0, 0.0
 
     def _of_all(self, kind: str) -> Seen:
         return self.pool.setdefault(kind, Seen.believed(UNKNOWN, FEW))

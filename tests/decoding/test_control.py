@@ -266,6 +266,17 @@ def test_what_was_asked_for_counts_once() -> None:
     assert asked > 1
 
 
+def test_a_new_sequence_is_tried_whatever_others_were_like() -> None:
+    """What was drafted for others was never right: where it always is, drafting is turned on within a few rounds."""
+    made = Adaptive(Ahead(Prospect("draft", by_model=True)), costs(0.25, draft_s=0.1), pool())
+    for seed in range(20):
+        made.begin(0)
+        simulate(made, 0.0, 60, random.Random(seed))
+    made.begin(0)
+    chosen, *_ = simulate(made, 1.0, 60, random.Random(0))
+    assert sum(k > 0 for k in chosen) > 40
+
+
 def test_kinds_are_told_apart() -> None:
     """Of two kinds, one is right and one wrong: each has its own K, in one sequence."""
     proposer = Ahead(Prospect("good"))
