@@ -37,6 +37,8 @@ class Accepted:
     """By position in the draft: how often it was accepted, of the rounds that drafted."""
     context: float
     """Mean length of the sequences."""
+    drawn: tuple[float, ...] = (1.0,) * MAX_DRAFT
+    """By position: how often it was drafted at all, of these rounds. A draft may end early."""
 
     @classmethod
     def seen(cls, stats: Sequence[Stats]) -> Accepted:
@@ -45,26 +47,29 @@ class Accepted:
             drafting=total.drafts / max(total.rounds, 1),
             marginal=tuple((total.marginal_acceptance + [0.0] * MAX_DRAFT)[:MAX_DRAFT]),
             context=(total.prompt_tokens + total.output_tokens / 2) / max(total.completions, 1),
+            drawn=tuple(sum(total.drafts_of[i:]) / max(total.drafts, 1) for i in range(MAX_DRAFT)),
         )
 
 
 def predicted(costs: Costs, accepted: Accepted, k: int, batch: int) -> float:
     """Times the speed of plain decoding, with K = `k`, for `batch` sequences at once that are all alike.
 
-    Where a round finds nothing to draft it costs what a plain one does. In a batch the rows of all count, so the mean
-    number of rows is what a pass takes.
+    Where a round finds nothing to draft it costs a plain one and the step that looked. Drafts count with their mean
+    length, and so do the steps: one more than it drafts is made where a draft ends early. In a batch the rows of all
+    count, so the mean number of rows is what a pass takes.
     """
     if not k:
         return 1.0
     drafting = accepted.drafting
     tokens = 1 + drafting * sum(accepted.marginal[:k])
+    length, steps = sum(accepted.drawn[:k]), 1 + sum(accepted.drawn[: k - 1])
     plain_s = costs.round(batch, accepted.context)
     if batch == 1:
-        with_s = costs.round(1 + k, accepted.context) + costs.draft(k, 1)
-        seconds = drafting * with_s + (1 - drafting) * (plain_s + costs.draft(0, 1))
+        with_s = costs.round(1 + length, accepted.context) + costs.draft(steps, 1)
+        seconds = drafting * with_s + (1 - drafting) * (plain_s + costs.draft(1, 1))
     else:
-        rows = round(batch * (1 + drafting * k))
-        seconds = costs.round(rows, accepted.context) + costs.draft(k, max(1, round(batch * drafting)))
+        rows = batch * (1 + drafting * length)
+        seconds = costs.round(rows, accepted.context) + costs.draft(steps, max(1, round(batch * drafting)))
     return tokens * plain_s / seconds
 
 
