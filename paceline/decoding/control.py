@@ -160,7 +160,7 @@ class Seen:
     """What became of the tokens that drafts of one kind were asked for."""
 
     kept: Acceptance
-    drawn: Acceptance
+    drafted: Acceptance
     """Drafts that a model ends early have fewer: the others cost nothing, and are not kept."""
 
     @classmethod
@@ -173,7 +173,7 @@ class Seen:
 
     def learn(self, asked: int, drafted: int, accepted: int) -> None:
         self.kept.learn(asked, accepted)
-        self.drawn.learn(asked, drafted)
+        self.drafted.learn(asked, drafted)
 
 
 Pool = dict[str, Seen]
@@ -274,14 +274,16 @@ class Adaptive:
             return []
         own = self._slots[request.slot].seen.get(ahead.kind, Seen.nothing())
         if _alone(request):
-            kept, drawn = self.believed.get(ahead.kind, UNKNOWN), WHOLE
+            kept, drafted = self.believed.get(ahead.kind, UNKNOWN), WHOLE
         else:
             of_all = self._of_all(ahead.kind)
-            kept, drawn = of_all.kept.rates(), of_all.drawn.rates()
+            kept, drafted = of_all.kept.rates(), of_all.drafted.rates()
         first, later = own.kept.rates(kept, OF_POOL)
-        there, further = own.drawn.rates(drawn, OF_POOL)
+        there, further = own.drafted.rates(drafted, OF_POOL)
         chances = ((first * later**i, there * further**i) for i in range(_reach(request, ahead)))
-        return [(kept, max(kept, drawn)) for kept, drawn in chances]  # what was believed of one may outlast the other
+        return [
+            (kept, max(kept, drafted)) for kept, drafted in chances
+        ]  # what was believed of one may outlast the other
 
     def _allot(
         self,
@@ -301,16 +303,16 @@ class Adaptive:
         steps, reached = [0.0] * len(odds), [1.0] * len(odds)
         best = LEAST_GAIN * tokens / self._round_s(rows, context)
         models, longest, reading_s = 0, 0.0, 0.0
-        for gain, drawn, n in order:
+        for gain, drafted, n in order:
             if gain < NEGLIGIBLE:
                 break
             tokens += gain
-            rows += drawn
+            rows += drafted
             counts[n] += 1
             seconds, ahead = self._round_s(rows, context), prospects[n]
             if ahead and ahead.by_model:
                 steps[n] += reached[n]
-                reached[n], longest = drawn, max(longest, steps[n])
+                reached[n], longest = drafted, max(longest, steps[n])
                 if counts[n] == 1:
                     models += 1
                     reading_s += self.costs.read_s * ahead.unread / shares[n]

@@ -37,7 +37,7 @@ class Accepted:
     """By position in the draft: how often it was accepted, of the rounds that drafted."""
     context: float
     """Mean length of the sequences."""
-    drawn: tuple[float, ...] = (1.0,) * MAX_DRAFT
+    drafted: tuple[float, ...] = (1.0,) * MAX_DRAFT
     """By position: how often it was drafted at all, of these rounds. A draft may end early."""
 
     @classmethod
@@ -47,7 +47,7 @@ class Accepted:
             drafting=total.drafts / max(total.rounds, 1),
             marginal=tuple((total.marginal_acceptance + [0.0] * MAX_DRAFT)[:MAX_DRAFT]),
             context=(total.prompt_tokens + total.output_tokens / 2) / max(total.completions, 1),
-            drawn=tuple(sum(total.drafts_of[i:]) / max(total.drafts, 1) for i in range(MAX_DRAFT)),
+            drafted=tuple(sum(total.drafts_of[i:]) / max(total.drafts, 1) for i in range(MAX_DRAFT)),
         )
 
 
@@ -62,7 +62,7 @@ def predicted(costs: Costs, accepted: Accepted, k: int, batch: int) -> float:
         return 1.0
     drafting = accepted.drafting
     tokens = 1 + drafting * sum(accepted.marginal[:k])
-    length, steps = sum(accepted.drawn[:k]), 1 + sum(accepted.drawn[: k - 1])
+    length, steps = sum(accepted.drafted[:k]), 1 + sum(accepted.drafted[: k - 1])
     plain_s = costs.round(batch, accepted.context)
     if batch == 1:
         with_s = costs.round(1 + length, accepted.context) + costs.draft(steps, 1)

@@ -39,7 +39,7 @@ def test_predictions_are_tokens_by_seconds() -> None:
     # Half of the rounds are plain ones, but for a step that found nothing.
     assert predicted(COSTS, ACCEPTED, 2, 1) == pytest.approx((1 + 0.7) / (0.5 * 1.3 + 0.5 * 1.05))
     # Three drafts in four have a second token, and all have had the step that would have drafted it.
-    early = replace(ALWAYS, drawn=(1.0, 0.75, *[0.5] * 6))
+    early = replace(ALWAYS, drafted=(1.0, 0.75, *[0.5] * 6))
     assert predicted(COSTS, early, 2, 1) == pytest.approx(2.4 / (1.175 + 0.1))
     assert predicted(COSTS, early, 3, 1) == pytest.approx(2.8 / (1.225 + 0.1375))
     # Two sequences: six rows in place of two.
@@ -55,9 +55,9 @@ def test_acceptance_is_taken_from_what_was_counted() -> None:
     assert found.drafting == 3 / 4
     assert found.marginal == pytest.approx([2 / 3, 2 / 3, *[1 / 3] * 6])
     assert found.context == 25
-    assert found.drawn == (1.0,) * MAX_DRAFT
+    assert found.drafted == (1.0,) * MAX_DRAFT
     two.count_round(2, 1)
-    assert Accepted.seen([one, two]).drawn == (1.0, 1.0, *[0.75] * 6)
+    assert Accepted.seen([one, two]).drafted == (1.0, 1.0, *[0.75] * 6)
     assert Accepted.seen([]).marginal == (0,) * MAX_DRAFT
 
 

@@ -113,3 +113,11 @@ def test_a_draft_is_left_to_torch_where_a_part_of_it_is_not_packed(tmp_path: Pat
     assert draft._native is None
     (logits, _) = draft([Chunk(0, [4])], torch.randn(1, len(draft.features), 64), draft.new_cache(1, 8))
     assert logits.shape == (1, 96)
+
+
+def test_a_pass_that_gets_no_memory_says_so() -> None:
+    of = target(packed=True)
+    assert of._native is not None
+    of._native._struct.scratch = 1 << 50
+    with pytest.raises(MemoryError, match="a pass over 2 tokens needs [0-9,]{17,} bytes more"):
+        of([Chunk(0, [1, 2])], of.new_cache(1, 4))
