@@ -119,5 +119,5 @@ def test_a_pass_that_gets_no_memory_says_so() -> None:
     of = target(packed=True)
     assert of._native is not None
     of._native._struct.scratch = 1 << 50
-    with pytest.raises(MemoryError, match="a pass over 2 tokens needs [0-9,]{17,} bytes more"):
+    with pytest.raises(MemoryError, match=r"a pass over 2 tokens needs [0-9,]{17,} bytes more"):
         of([Chunk(0, [1, 2])], of.new_cache(1, 4))
