@@ -1,11 +1,12 @@
-"""Writes the prompts that the shipped draft is trained on: those of a JSONL file of {"source", "prompt"}, and code to
-be completed, a signature and a docstring that are continued as they are: made from its MBPP tasks, without examples and
-with made-up ones, and taken from the standard library of the Python that runs this.
+"""Writes the prompts that the shipped draft is trained on: those of a JSONL file of {"source", "prompt"}; code to be
+completed, a signature and a docstring that are continued as they are: made from its MBPP tasks, without examples and
+with made-up ones, and taken from the standard library of the Python that runs this; and tasks about the articles of a
+JSONL file of {"document", "summary"}, the half of them behind an example.
 
-    python benchmarks/draft_prompts.py draft_prompts.jsonl prompts.jsonl
+    python benchmarks/draft_prompts.py draft_prompts.jsonl xsum_train_1000.jsonl prompts.jsonl
 
 The evaluation sets have no part in it. The order is a fixed shuffle, so that any beginning of it is a fair sample; code
-with examples and the standard library's come behind all others, shuffled among themselves.
+with examples and the standard library's come behind all others, shuffled among themselves, and articles behind these.
 """
 
 from __future__ import annotations
@@ -146,6 +147,43 @@ OF_LIBRARY = 600
 """Functions of the standard library."""
 
 
+ASKED = (
+    "Summarise the article in one sentence.",
+    "Summarize this news story in two or three sentences.",
+    "What happened? Answer in the words of the text.",
+    "Copy the three most important sentences of this text.",
+    "Repeat the first paragraph of the article word by word.",
+    "List the main facts of this report, with names and numbers.",
+    "Rewrite the article so that it is half as long.",
+    "Who says what in this article? Quote them.",
+)
+"""What is asked of an article without an example; half of those with one are asked for the first of these."""
+ARTICLE, SHOWN = 4000, 1200
+"""Characters at most of an article, and of one that is shown as the example."""
+
+
+def articles(items: list[dict[str, str]], shuffle: random.Random) -> list[dict[str, Any]]:
+    """Two tasks an article: one behind another article and its summary, one alone."""
+    shown = [item for item in items if len(item["document"]) <= SHOWN]
+    lines = []
+    for item in items:
+        if len(item["document"]) > ARTICLE:
+            continue
+        shot = shuffle.choice(shown)
+        while shot is item:
+            shot = shuffle.choice(shown)
+        ask = ASKED[shuffle.randint(0, 1)]
+        messages = [
+            {"role": "user", "content": f"{ask}\n\n{shot['document']}"},
+            {"role": "assistant", "content": shot["summary"]},
+            {"role": "user", "content": f"{ask}\n\n{item['document']}"},
+        ]
+        lines.append({"source": "xsum-shot", "messages": messages})
+        lines.append({"source": "xsum-asked", "prompt": f"{shuffle.choice(ASKED)}\n\n{item['document']}"})
+    shuffle.shuffle(lines)
+    return lines
+
+
 LONG = 1200
 """Characters. Reading a long prompt takes as long as writing an answer, so only every fourth is kept."""
 
@@ -160,7 +198,7 @@ def prompts(items: list[dict[str, str]], shuffle: random.Random) -> Iterator[dic
 
 
 def main() -> None:
-    source, target = map(Path, sys.argv[1:3])
+    source, reports, target = map(Path, sys.argv[1:4])
     shuffle = random.Random(0)
     items = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()]
     lines = list(prompts(items, shuffle))
@@ -171,6 +209,7 @@ def main() -> None:
     code += [{"source": "standard-library", "prompt": prompt, "chat": False} for prompt in library]
     shuffle.shuffle(code)
     lines += code
+    lines += articles([json.loads(line) for line in reports.read_text(encoding="utf-8").splitlines()], shuffle)
     target.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 

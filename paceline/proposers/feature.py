@@ -82,10 +82,11 @@ class FeatureProposer:
         drafting = [g for g in growing if g.k > 0]
         if drafting:
             chunks, given = self._take(drafting)
-            while chunks:
+            while True:
                 logits_CD, hidden_CH = self.model(chunks, given, self._cache)
                 grown = [self._grow(g, logits_1D) for g, logits_1D in zip(drafting, logits_CD.split(1), strict=True)]
-                going_on = [n for n, g in enumerate(drafting) if grown[n] and len(g.probs) < g.k]
+                if not (going_on := [n for n, g in enumerate(drafting) if grown[n] and len(g.probs) < g.k]):
+                    break
                 given = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
                 drafting = [drafting[n] for n in going_on]
                 chunks = [Chunk(g.request.slot, g.history[-1:]) for g in drafting]
