@@ -148,7 +148,7 @@ class Batch:
         if not turn.gives_tokens:
             return []
         logits_SV = logits_OV if len(logits_OV) == len(draft) + 1 else logits_OV[-len(draft) - 1 :]
-        p_S = sampler.distributions(logits_SV, sequence.tokens, draft.tokens)
+        p_S = sampler.rows(logits_SV, sequence.tokens, draft)
         verdict = sampler.verify(p_S, draft, anchor=len(sequence.tokens))
         tokens = [*draft.tokens[: verdict.accepted], verdict.token]
         last = Provenance.BONUS if verdict.accepted == len(draft) else Provenance.RECOVERED

@@ -136,7 +136,7 @@ class DraftModelProposer:
             g.ended = g.chance < self.p_min
             if g.ended:
                 return
-        (q,) = sampler.distributions(self.vocabulary.to_target(logits_1D), g.history)
+        q = sampler.distribution(self.vocabulary.to_target(logits_1D), g.history)
         token = sampler.propose(q, position, anchor)
         g.probs.append(q)
         g.history.append(token)

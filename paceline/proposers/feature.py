@@ -120,7 +120,7 @@ class FeatureProposer:
             if g.chance < self.p_min:
                 return False
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
-        (q,) = sampler.distributions(logits_1D, g.history, among=self.among)
+        q = sampler.distribution(logits_1D, g.history, among=self.among)
         g.probs.append(q)
         g.history.append(sampler.propose(q, position, anchor))
         return True

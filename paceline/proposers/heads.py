@@ -45,7 +45,7 @@ class HeadsProposer:
                 chance *= best_chance(logits_D[None])
                 if chance < self.p_min:
                     break
-            (q,) = request.sampler.distributions(logits_D[None], history, among=self.among)
+            q = request.sampler.distribution(logits_D[None], history, among=self.among)
             probs.append(q)
             history.append(request.sampler.propose(q, len(history), len(request.tokens)))
         return Draft(tuple(history[len(request.tokens) :]), tuple(probs))

@@ -19,7 +19,7 @@ from paceline.sampling.draft import Draft
 from paceline.sampling.draw import inverse_cdf
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
-from paceline.sampling.sampler import RULES, Rule, Sampler
+from paceline.sampling.sampler import RULES, Rows, Rule, Sampler
 from paceline.sampling.streams import Purpose, Stream
 from tests.fakes import Job, Table, TableModel, decode, ids, text
 
@@ -330,10 +330,26 @@ def test_penalties_count_the_tokens_drafted_earlier_in_the_same_round() -> None:
     params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=3)
     sampler = Sampler(params=params, rule=RULES["token"], stream=Stream(0), prompt_length=2, end_ids=frozenset({1}))
     committed, drafted = [0, 1, 2], [2, 2, 3]
-    together = sampler.distributions(logits, committed, drafted)
+    together = Rows(sampler, logits, committed, drafted)
     for t in range(4):
-        (alone,) = sampler.distributions(logits[t : t + 1], [*committed, *drafted[:t]])
+        alone = sampler.distribution(logits[t : t + 1], [*committed, *drafted[:t]])
         assert (together[t].dense() == alone.dense()).all()
     of_end = [row.of(1) for row in together]
     assert of_end[:2] == [0, 0]
     assert min(of_end[2:]) > 0, "min_tokens counts tokens, not rounds"
+
+
+def test_rows_behind_a_token_that_falls_are_not_computed() -> None:
+    logits = torch.zeros(3, V)
+    logits[0, 2] = 1.0
+    logits[1:] = float("nan")
+    params = SamplingParams(temperature=0)
+    sampler = Sampler(params=params, rule=RULES["token"], stream=Stream(0), prompt_length=1)
+    rows = sampler.rows(logits, [0], Draft.certain([1, 1], V))
+    assert sampler.verify(rows, Draft.certain([1, 1], V), anchor=1) == Verdict(0, 2)
+    with pytest.raises(ValueError, match="must be finite"):
+        sampler.verify(rows, Draft.certain([2, 1], V), anchor=1)
+    assert len(rows) == 3
+    assert rows[-3] is rows[0]
+    with pytest.raises(IndexError):
+        rows[3]

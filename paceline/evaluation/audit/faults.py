@@ -117,12 +117,12 @@ class _RawSampler(Sampler):
     right: Sampler
     drawn_from: list[Distribution] = field(default_factory=list)
 
-    def distributions(self, logits_TV: torch.Tensor, *args: Any, **more: Any) -> list[Distribution]:
-        self.drawn_from[:] = self.right.distributions(logits_TV, *args, **more)
-        return replace(self, params=_neutral(self.params), drawn_from=[])._raw(logits_TV, *args, **more)
+    def distribution(self, logits_1V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
+        self.drawn_from[:] = [self.right.distribution(logits_1V, *args, **more)]
+        return replace(self, params=_neutral(self.params), drawn_from=[])._raw(logits_1V, *args, **more)
 
-    def _raw(self, logits_TV: torch.Tensor, *args: Any, **more: Any) -> list[Distribution]:
-        return super().distributions(logits_TV, *args, **more)
+    def _raw(self, logits_1V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
+        return super().distribution(logits_1V, *args, **more)
 
     def propose(self, q: Distribution, position: int, anchor: int) -> int:
         return self.right.propose(self.drawn_from[-1], position, anchor)
@@ -188,11 +188,10 @@ def _off_by_one(subject: Subject) -> Subject:
 class _StandingPenalties(Sampler):
     """Counts for every row what was committed, and nothing of what is drafted ahead of it."""
 
-    def distributions(
-        self, logits_TV: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = (), **more: Any
-    ) -> list[Distribution]:
-        whole = super().distributions
-        return [row for logits_V in logits_TV for row in whole(logits_V[None], tokens, (), **more)]
+    def distribution(
+        self, logits_1V: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = (), **more: Any
+    ) -> Distribution:
+        return super().distribution(logits_1V, tokens, (), **more)
 
 
 def penalising(params: SamplingParams) -> SamplingParams:

@@ -62,8 +62,8 @@ class Notes(Sampler):
         noted = type(inner)(**{**_fields(inner), "stream": stream})
         return Notes(**_fields(noted), inner=noted)
 
-    def distributions(self, *args: Any, **more: Any) -> list[Distribution]:
-        return self.inner.distributions(*args, **more)
+    def distribution(self, *args: Any, **more: Any) -> Distribution:
+        return self.inner.distribution(*args, **more)
 
     def propose(self, q: Distribution, position: int, anchor: int) -> int:
         token = self.inner.propose(q, position, anchor)
@@ -71,7 +71,7 @@ class Notes(Sampler):
         return token
 
     def verify(self, p_S: Sequence[Distribution], draft: Draft, anchor: int) -> Verdict:
-        self.verified.append((p_S, draft))
+        self.verified.append((list(p_S), draft))  # all of them, now: they are looked at when the round is over
         return self.inner.verify(p_S, draft, anchor)
 
     @property
