@@ -30,6 +30,8 @@ from paceline.sampling.params import SamplingParams
 Floats = npt.NDArray[np.floating[Any]]
 Ids = npt.NDArray[np.int64]
 
+_ENOUGH = 2048
+"""A nucleus seldom has tokens below the (1 - top_p) / _ENOUGH-th part of all probability."""
 _GROUP = 64
 """The k-th largest of all logits is at least the k-th largest of the maxima of groups of this many."""
 
@@ -150,10 +152,7 @@ def distributions(
     probs_TV = _softmax(scores_TV, temperature)
     if params.top_p == 1:
         return [Distribution(size, probs_V) for probs_V in probs_TV]
-    # Tokens below this probability together have less than 1 - top_p: none of them is in the nucleus.
-    floor = (1 - params.top_p) / size
-    found = [(probs_V, (probs_V >= floor).nonzero()[0]) for probs_V in probs_TV]
-    return [_nucleus(size, probs_V[ids_N], ids_N, params.top_p) for probs_V, ids_N in found]
+    return [_nucleus(size, *_likely(probs_V, params.top_p), params.top_p) for probs_V in probs_TV]
 
 
 def _softmax(logits_TV: Floats, temperature: float) -> Floats:
@@ -183,6 +182,19 @@ def _chosen(logits_V: Floats, temperature: float, params: SamplingParams) -> Dis
         ids_N = _largest(logits_V, params.top_k, float(top) + floor)
         weights_N = np.exp((logits_V[ids_N] - top) / temperature)
     return _nucleus(len(logits_V), weights_N / np.add.reduce(weights_N), ids_N, params.top_p)
+
+
+def _likely(probs_V: Floats, top_p: float) -> tuple[Floats, Ids]:
+    """Some of the most probable tokens, with all of the nucleus among them.
+
+    Tokens below (1 - top_p) / V together have less than 1 - top_p: none of them is needed. Mostly far fewer are.
+    """
+    for count in (_ENOUGH, len(probs_V)):
+        ids_N = (probs_V >= (1 - top_p) / count).nonzero()[0]
+        probs_N = probs_V[ids_N]
+        if probs_N.sum(dtype=np.float64) > top_p + 1e-9:  # in whatever order it is summed
+            break
+    return probs_N, ids_N
 
 
 def _nucleus(size: int, probs_N: Floats, ids_N: Ids, top_p: float) -> Distribution:
