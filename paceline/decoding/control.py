@@ -281,9 +281,8 @@ class Adaptive:
         first, later = own.kept.rates(kept, OF_POOL)
         there, further = own.drafted.rates(drafted, OF_POOL)
         chances = ((first * later**i, there * further**i) for i in range(_reach(request, ahead)))
-        return [
-            (kept, max(kept, drafted)) for kept, drafted in chances
-        ]  # what was believed of one may outlast the other
+        # What was believed of one may outlast the other.
+        return [(kept, max(kept, drafted)) for kept, drafted in chances]
 
     def _allot(
         self,
