@@ -2,12 +2,13 @@
 
     python benchmarks/auto.py --humaneval HumanEval.jsonl.gz --xsum xsum_test_100.jsonl --draft ngram --draft random
 
-A draft is named as for `paceline generate`; "random" is a model of the target's sizes with one layer of random weights,
-which is never right. Every prompt runs with every K, in an order drawn anew for each, so that the machine's drift, and
-what one run leaves to the next, fall on all alike. A speed is tokens by seconds of decoding; intervals are bootstraps
-over prompts. The best fixed K is chosen for each prompt by all others: chosen by the seconds it is then held against,
-the luckiest K would win. The same is told once more without a clock, each round taking what the profile says of it:
-that is how well auto decides, apart from noise and from what a profile gets wrong. Ends in one JSON line.
+A draft is named as for `paceline generate`, "auto" included; "random" is a model of the target's sizes with one layer
+of random weights, which is never right. Every prompt runs with every K, in an order drawn anew for each, so that the
+machine's drift, and what one run leaves to the next, fall on all alike. A speed is tokens by seconds of decoding;
+intervals are bootstraps over prompts. The best fixed K is chosen for each prompt by all others: chosen by the seconds
+it is then held against, the luckiest K would win. The same is told once more without a clock, each round taking what
+the profile says of it: that is how well auto decides, apart from noise and from what a profile gets wrong. Ends in one
+JSON line.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ from paceline.sampling.params import SamplingParams
 
 def drafting(plain: LLM, draft: str) -> LLM:
     """The same target in memory with another draft."""
-    model: str | Decoder = draft
-    if draft == "random":
-        assert isinstance(plain.target, Decoder)
-        torch.manual_seed(0)
-        config = plain.target.config
-        model = Decoder(replace(config, layers=config.layers[:1]))
-        torch.nn.init.normal_(model.embedding.weight)  # which a decoder leaves to what is loaded
-        pack(model)
+    if draft != "random":
+        return plain.with_draft(draft, max_num_seqs=1)
+    assert isinstance(plain.target, Decoder)
+    torch.manual_seed(0)
+    config = plain.target.config
+    model = Decoder(replace(config, layers=config.layers[:1]))
+    torch.nn.init.normal_(model.embedding.weight)  # which a decoder leaves to what is loaded
+    pack(model)
     return LLM(plain.target, model, tokenizer=plain.tokenizer, max_num_seqs=1)
 
 

@@ -1,10 +1,10 @@
 """Does a draft speed up as its training said it would? Predicted against measured, for K = 1 to 8, on held-out prompts.
 
-    python benchmarks/prediction.py FOLDER [--texts 16] [--max-tokens 64]
+    python benchmarks/prediction.py FOLDER PROMPTS.jsonl [--texts 16] [--max-tokens 64]
 
-FOLDER is what `paceline train` wrote, texts included. Predicted: acceptance by position on the held-out texts that were
-answered greedily, unrolled to 8 tokens, and the costs of a round, measured as the command measures them. Measured: the
-same prompts decoded greedily, plain and with every K in turn. Ends in one JSON line.
+FOLDER is what `paceline train` wrote with these prompts, texts included. Predicted: acceptance by position on the
+held-out texts that were answered greedily, unrolled to 8 tokens, and the costs of a round, measured as the command
+measures them. Measured: the same prompts decoded greedily, plain and with every K in turn. Ends in one JSON line.
 """
 
 from __future__ import annotations

@@ -194,25 +194,26 @@ def _eagle(given: Given) -> Layout:
 
 
 def _medusa(given: Given) -> Layout:
-    """`original_lm_head` gives all heads one matrix, as here, where copies would be of the whole vocabulary."""
-    count, ids_D = given.shape["heads"], given.ids_D
-    head_DH = given.head(ids_D)
+    """`original_lm_head` gives all heads one matrix, as here. The format has a place for a draft vocabulary
+    (`token_map`), but vLLM 0.32.0 refuses to start with one: it reads it and then misses it among its weights."""
+    count = given.shape["heads"]
     return Layout(
         config={
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             "hidden_size": given.target.config.hidden_size,
             "vocab_size": given.vocab_size,
-            "truncated_vocab_size": len(head_DH),
+            "truncated_vocab_size": given.vocab_size,
             "num_heads": count,
             "num_hidden_layers": 1,
             "medusa_fc_bias": True,
             "original_lm_head": True,
         },
         own={f"layers.{n}.{leaf}": f"blocks.{n}.layers.0.{leaf}" for n in range(count) for leaf in ("weight", "bias")},
-        added={"lm_heads.0.weight": head_DH, **({} if ids_D is None else {"token_map": ids_D})},
+        added={"lm_heads.0.weight": given.head()},
         vllm={"method": "medusa", "num_speculative_tokens": count},
         sglang=None,
+        notes=_whole_vocabulary(given),
     )
 
 

@@ -163,17 +163,15 @@ def test_medusa_key_by_key(tmp_path: Path, ids: list[int] | None) -> None:
     _, draft, out, model = exported(tmp_path, "heads", ids)
     own, found, config = load_file(draft / "model.safetensors"), load_file(out / "model.safetensors"), config_of(out)
     names = {f"layers.{n}.{leaf}": f"blocks.{n}.layers.0.{leaf}" for n in range(3) for leaf in ("weight", "bias")}
-    assert found.keys() == {*names.values(), "lm_heads.0.weight", *(["token_map"] if ids else [])}
+    assert found.keys() == {*names.values(), "lm_heads.0.weight"}  # no token_map: vLLM 0.32.0 refuses it
     assert all(torch.equal(found[theirs], own[ours].float()) for ours, theirs in names.items())
-    assert torch.equal(found["lm_heads.0.weight"], model.lm_head.weight if ids is None else model.lm_head.weight[ids])
-    if ids is not None:
-        assert found["token_map"].tolist() == ids
+    assert torch.equal(found["lm_heads.0.weight"], model.lm_head.weight)
     assert config == {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "hidden_size": 32,
         "vocab_size": 300,
-        "truncated_vocab_size": 300 if ids is None else len(IDS),
+        "truncated_vocab_size": 300,
         "num_heads": 3,
         "num_hidden_layers": 1,
         "medusa_fc_bias": True,
@@ -508,10 +506,7 @@ def test_a_twin_of_vllm_heads_says_what_ours_do(tmp_path: Path) -> None:
     for n in range(3):
         block = {leaf: w[f"blocks.{n}.layers.0.{leaf}"] for leaf in ("weight", "bias")}
         drafted = (last + F.silu(F.linear(last, block["weight"], block["bias"]))) @ w["lm_heads.0.weight"].T
-        scattered = torch.full((len(last), 300), -torch.inf)
-        scattered[:, w["token_map"]] = drafted
-        assert scattered[0].isfinite().nonzero()[:, 0].tolist() == IDS
-        torch.testing.assert_close(scattered[:, IDS], ours_NKD[:, n], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(drafted[:, IDS], ours_NKD[:, n], atol=1e-4, rtol=1e-4)
 
 
 # The command
@@ -540,10 +535,11 @@ def test_the_command_prints_what_to_run(tmp_path: Path) -> None:
     assert "is there already" in again.output
 
 
-def test_a_draft_that_speaks_for_fewer_tokens_says_what_becomes_of_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "format"), [("eagle1", "vllm-eagle"), ("heads", "vllm-medusa")])
+def test_a_draft_that_speaks_for_fewer_tokens_says_what_becomes_of_that(tmp_path: Path, kind: str, format: str) -> None:
     write_target(tmp_path / "target")
-    write_draft(tmp_path / "draft", tmp_path / "target", "eagle1")
-    told = export(tmp_path / "draft", "vllm-eagle", tmp_path / "out")
+    write_draft(tmp_path / "draft", tmp_path / "target", kind)
+    told = export(tmp_path / "draft", format, tmp_path / "out")
     assert any("243 tokens" in line and "all 300" in line for line in told)
     assert told[-1] == "note: SGLang loads no such checkpoint"
 
