@@ -71,9 +71,9 @@ class Proposer(Protocol):
         ...
 
 
-def best_chance(logits_1D: torch.Tensor) -> float:
+def best_chance(logits_D: torch.Tensor) -> float:
     """How probable the most probable token is by these logits: about the chance that a token drawn here is kept."""
-    return float(logits_1D.softmax(-1).max())
+    return float(logits_D.softmax(-1).max())
 
 
 class NoProposer:

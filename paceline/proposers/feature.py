@@ -84,7 +84,7 @@ class FeatureProposer:
             chunks, given = self._take(drafting)
             while True:
                 logits_CD, hidden_CH = self.model(chunks, given, self._cache)
-                grown = [self._grow(g, logits_1D) for g, logits_1D in zip(drafting, logits_CD.split(1), strict=True)]
+                grown = [self._grow(g, logits_D) for g, logits_D in zip(drafting, logits_CD.unbind(), strict=True)]
                 if not (going_on := [n for n, g in enumerate(drafting) if grown[n] and len(g.probs) < g.k]):
                     break
                 given = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
@@ -113,14 +113,14 @@ class FeatureProposer:
             held.read, held.unread = len(g.request.tokens) - 1, []
         return chunks, features[0] if len(features) == 1 else torch.cat(features)
 
-    def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> bool:
+    def _grow(self, g: _Drafting, logits_D: torch.Tensor) -> bool:
         """Draw one token more, unless the draft ends here."""
         if self.p_min:
-            g.chance *= best_chance(logits_1D)
+            g.chance *= best_chance(logits_D)
             if g.chance < self.p_min:
                 return False
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
-        q = sampler.distribution(logits_1D, g.history, among=self.among)
+        q = sampler.distribution(logits_D, g.history, among=self.among)
         g.probs.append(q)
         g.history.append(sampler.propose(q, position, anchor))
         return True

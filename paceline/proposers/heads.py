@@ -42,10 +42,10 @@ class HeadsProposer:
         history, probs, chance = list(request.tokens), list[Distribution](), 1.0
         for logits_D in logits_KD[: request.k]:
             if self.p_min:
-                chance *= best_chance(logits_D[None])
+                chance *= best_chance(logits_D)
                 if chance < self.p_min:
                     break
-            q = request.sampler.distribution(logits_D[None], history, among=self.among)
+            q = request.sampler.distribution(logits_D, history, among=self.among)
             probs.append(q)
             history.append(request.sampler.propose(q, len(history), len(request.tokens)))
         return Draft(tuple(history[len(request.tokens) :]), tuple(probs))

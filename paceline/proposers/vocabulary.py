@@ -31,7 +31,7 @@ class Vocabulary(Protocol):
 
     def spell(self, token: int) -> tuple[int, ...]: ...
 
-    def to_target(self, logits_TD: torch.Tensor) -> torch.Tensor: ...
+    def to_target(self, logits_D: torch.Tensor) -> torch.Tensor: ...
 
 
 class VocabularyMap:
@@ -86,13 +86,13 @@ class VocabularyMap:
             self._spellings[token] = known or (self._any,)
         return self._spellings[token]
 
-    def to_target(self, logits_TD: torch.Tensor) -> torch.Tensor:
-        """The draft's logits [T, draft_size] over the target's vocabulary: -inf where a token is not shared."""
+    def to_target(self, logits_D: torch.Tensor) -> torch.Tensor:
+        """The draft's logits [draft_size] over the target's vocabulary: -inf where a token is not shared."""
         if self._aligned:
-            return logits_TD
-        logits_TV = logits_TD.new_full((logits_TD.shape[0], self.target_size), -math.inf)
-        logits_TV[:, self._target_ids] = logits_TD[:, self._draft_ids]
-        return logits_TV
+            return logits_D
+        logits_V = logits_D.new_full((self.target_size,), -math.inf)
+        logits_V[self._target_ids] = logits_D[self._draft_ids]
+        return logits_V
 
 
 class ReducedVocabulary:
@@ -106,5 +106,5 @@ class ReducedVocabulary:
     def spell(self, token: int) -> tuple[int, ...]:
         return (token,)
 
-    def to_target(self, logits_TD: torch.Tensor) -> torch.Tensor:
-        return self.among.spread(logits_TD)
+    def to_target(self, logits_D: torch.Tensor) -> torch.Tensor:
+        return self.among.spread(logits_D)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,92 +91,88 @@ class Among:
         """A distribution over D columns as one over the vocabulary."""
         return Distribution(self.size, some.probs, self.ids if some.ids is None else self.ids[some.ids])
 
-    def spread(self, logits_TD: torch.Tensor) -> torch.Tensor:
-        """[T, V] with -inf where a token is not among them."""
-        logits_TV = logits_TD.new_full((logits_TD.shape[0], self.size), -math.inf)
-        logits_TV[:, torch.from_numpy(self.ids)] = logits_TD
-        return logits_TV
+    def spread(self, logits_D: torch.Tensor) -> torch.Tensor:
+        """[V] with -inf where a token is not among them."""
+        logits_V = logits_D.new_full((self.size,), -math.inf)
+        logits_V[torch.from_numpy(self.ids)] = logits_D
+        return logits_V
 
 
-def distributions(
-    logits_TV: torch.Tensor,
+def distribution(
+    logits_V: torch.Tensor,
     params: SamplingParams,
     *,
     prompt: Sequence[int] = (),
     output: Sequence[int] = (),
-    drafted: Sequence[int] = (),
     end_ids: Collection[int] = (),
     among: Among | None = None,
-) -> list[Distribution]:
-    """One for each row; that of row t is for the token after prompt + output + drafted[:t], with T - 1 drafted tokens.
+) -> Distribution:
+    """Of the token behind prompt + output, where what a round has drafted so far is output too.
 
-    `among`: the logits are those of these tokens alone, [T, D], and no other has any probability.
+    `among`: the logits are those of these tokens alone, [D], and no other has any probability.
 
     `end_ids` are the tokens that end this request (`min_tokens` forbids them early). Computes in the logits' own
     precision, float32 at least; the logits are left as they are. Raises ValueError where the model's logits hold NaN
     or infinity, or where the parameters leave no token at all.
     """
+    barred = end_ids if len(output) < params.min_tokens else ()
     if among is not None:
         # What a parameter says of single tokens is said by their ids.
-        if params.logit_bias or params.penalises or (params.min_tokens > len(output) and end_ids):
-            logits_TV = among.spread(logits_TV)
-        else:
-            return [among.lift(each) for each in distributions(logits_TV, params, drafted=drafted)]
-    rows, size = logits_TV.shape
-    assert len(drafted) == rows - 1, f"{rows} rows need {rows - 1} drafted tokens, not {len(drafted)}"
-    if logits_TV.dtype != torch.float64:
-        logits_TV = logits_TV.float()
-    scores_TV: Floats = logits_TV.numpy(force=True)
+        if not (params.logit_bias or params.penalises or barred):
+            return among.lift(distribution(logits_V, params))
+        logits_V = among.spread(logits_V)
+    if logits_V.dtype != torch.float64:
+        logits_V = logits_V.float()
+    scores_V: Floats = logits_V.numpy(force=True)
+    size = len(scores_V)
 
-    barred = min(max(params.min_tokens - len(output), 0), rows) if end_ids else 0
-    if params.logit_bias or barred or params.penalises:
-        scores_TV = scores_TV.copy()
+    if params.logit_bias or params.penalises or barred:
+        scores_V = scores_V.copy()
     if params.logit_bias:
-        scores_TV[:, list(params.logit_bias)] += list(params.logit_bias.values())
+        scores_V[list(params.logit_bias)] += list(params.logit_bias.values())
     if barred:
-        scores_TV[:barred, list(end_ids)] = -math.inf
+        scores_V[list(barred)] = -math.inf
     if params.penalises:
-        _penalise(scores_TV, params, prompt, output, drafted)
+        _penalise(scores_V, params, prompt, output)
 
     if params.temperature == 0:
         # Few calls: each costs some ten times as much behind a pass of the target, which has emptied the caches.
-        best_T, one = scores_TV.argmax(-1), np.array((1,), scores_TV.dtype)
-        _require_finite([scores_TV.item(t, best) for t, best in enumerate(best_T.tolist())])
-        return [Distribution(size, one, best_T[t : t + 1]) for t in range(rows)]
+        best = int(scores_V.argmax())
+        _require_finite(scores_V.item(best))
+        return Distribution(size, np.array((1,), scores_V.dtype), np.array((best,)))
     temperature = params.temperature
     if temperature != 1:  # one beyond the numbers of this precision acts as its last one
-        limits = torch.finfo(logits_TV.dtype)
+        limits = torch.finfo(logits_V.dtype)
         temperature = min(max(temperature, limits.tiny), limits.max)
     if params.min_p > 0 or 0 < params.top_k < size:
-        return [_chosen(row_V, temperature, params) for row_V in scores_TV]
-    probs_TV = _softmax(scores_TV, temperature)
+        return _chosen(scores_V, temperature, params)
+    probs_V = _softmax(scores_V, temperature)
     if params.top_p == 1:
-        return [Distribution(size, probs_V) for probs_V in probs_TV]
-    return [_nucleus(size, *_likely(probs_V, params.top_p), params.top_p) for probs_V in probs_TV]
+        return Distribution(size, probs_V)
+    return _nucleus(size, *_likely(probs_V, params.top_p), params.top_p)
 
 
-def _softmax(logits_TV: Floats, temperature: float) -> Floats:
-    """Of logits / temperature. A row is NaN throughout if its maximum is not finite before or after the division."""
-    scaled_TV = logits_TV
+def _softmax(logits_V: Floats, temperature: float) -> Floats:
+    """Of logits / temperature."""
+    scaled_V = logits_V
     if temperature != 1:
         with np.errstate(over="ignore"):
-            scaled_TV = logits_TV / temperature
-    probs_TV: Floats = torch.from_numpy(scaled_TV).softmax(-1).numpy()
-    if math.isnan(sum(probs_TV[:, 0].tolist())):
-        failed_T = np.isnan(probs_TV[:, 0])
-        top_T1 = logits_TV[failed_T].max(-1, keepdims=True)
-        _require_finite(top_T1[:, 0])
+            scaled_V = logits_V / temperature
+    probs_V: Floats = torch.from_numpy(scaled_V).softmax(-1).numpy()
+    if math.isnan(probs_V.item(0)):  # and so is all of it: its maximum is not finite, before the division or behind it
+        top = logits_V.max()
+        _require_finite(top)
         # A maximum of 0 stays what it is, and -inf is what the others may become.
         with np.errstate(over="ignore"):
-            scaled_TV = (logits_TV[failed_T] - top_T1) / temperature
-        probs_TV[failed_T] = torch.from_numpy(scaled_TV).softmax(-1).numpy()
-    return probs_TV
+            scaled_V = (logits_V - top) / temperature
+        probs_V = torch.from_numpy(scaled_V).softmax(-1).numpy()
+    return probs_V
 
 
 def _chosen(logits_V: Floats, temperature: float, params: SamplingParams) -> Distribution:
     """Temperature and filters of one row, min_p or top_k among them."""
     top = logits_V.max()
-    _require_finite((top,))
+    _require_finite(top)
     floor = temperature * math.log(params.min_p) if params.min_p > 0 else -math.inf
     with np.errstate(over="ignore"):  # -inf is what becomes of a difference beyond all numbers
         ids_N = _largest(logits_V, params.top_k, float(top) + floor)
@@ -222,32 +218,24 @@ def _largest(logits_V: Floats, k: int, floor: float) -> Ids:
     return ids_N
 
 
-def _require_finite(tops: Iterable[float]) -> None:
-    if failed := [top for top in tops if not math.isfinite(top)]:
+def _require_finite(top: float) -> None:
+    if not math.isfinite(top):
         raise ValueError(
-            f"the largest logit of a row is {failed[0]}, it must be finite: "
+            f"the largest logit of a row is {top}, it must be finite: "
             "load the model with dtype='float32', or bar fewer tokens"
         )
 
 
-def _penalise(
-    logits_TV: Floats, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], drafted: Sequence[int]
-) -> None:
-    """Penalties advance through the drafted tokens: row t counts drafted[:t] as output."""
-    of_prompt, of_output = set(prompt), Counter(output)
-    known = sorted({*of_prompt, *of_output, *drafted})
-    column = {token: n for n, token in enumerate(known)}
-    counts_TN = np.tile(np.array([of_output[token] for token in known], logits_TV.dtype), (len(logits_TV), 1))
-    for t, token in enumerate(drafted, start=1):
-        counts_TN[t:, column[token]] += 1
-    seen_TN = (counts_TN > 0) | np.array([token in of_prompt for token in known], bool)
-
-    values_TN, penalty = logits_TV[:, known], params.repetition_penalty
-    values_TN = np.where(seen_TN, np.where(values_TN > 0, values_TN / penalty, values_TN * penalty), values_TN)
+def _penalise(logits_V: Floats, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> None:
+    of_output = Counter(output)
+    seen = sorted({*prompt, *of_output})
+    counts_N = np.array([of_output[token] for token in seen], logits_V.dtype)
+    values_N, penalty = logits_V[seen], params.repetition_penalty
+    values_N = np.where(values_N > 0, values_N / penalty, values_N * penalty)
     once, each = params.presence_penalty, params.frequency_penalty
-    logits_TV[:, known] = values_TN - (each * counts_TN + once * (counts_TN > 0))
+    logits_V[seen] = values_N - (each * counts_N + once * (counts_N > 0))
 
 
 def log_probabilities(logits_TV: torch.Tensor) -> torch.Tensor:
-    """[T, V] the model's own log-probabilities, before any parameter: what `logprobs` reports."""
+    """[T, V], of T rows: the model's own log-probabilities, before any parameter: what `logprobs` reports."""
     return logits_TV.float().log_softmax(-1)

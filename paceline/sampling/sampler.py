@@ -12,7 +12,7 @@ from typing import overload
 import torch
 
 from paceline.sampling import block, coupled, rejection
-from paceline.sampling.distribution import Among, Distribution, distributions
+from paceline.sampling.distribution import Among, Distribution, distribution
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
@@ -48,7 +48,7 @@ class Sampler:
 
     def distribution(
         self,
-        logits_1V: torch.Tensor,
+        logits_V: torch.Tensor,
         tokens: Sequence[int],
         drafted: Sequence[int] = (),
         *,
@@ -60,15 +60,14 @@ class Sampler:
         """
         # Long lists are copied only where a parameter looks at them.
         looks_back = self.params.penalises or self.params.min_tokens > 0
-        (found,) = distributions(
-            logits_1V,
+        return distribution(
+            logits_V,
             self.params,
             prompt=tokens[: self.prompt_length] if looks_back else (),
             output=[*tokens[self.prompt_length :], *drafted] if looks_back else (),
             end_ids=self.end_ids,
             among=among,
         )
-        return found
 
     def propose(self, q: Distribution, position: int, anchor: int) -> int:
         return self.rule.propose(q, self.stream, position, anchor)
@@ -108,6 +107,6 @@ class Rows(Sequence[Distribution]):
             return [self[t] for t in range(*index.indices(len(self)))]
         t = range(len(self))[index]
         if (found := self._known[t]) is None:
-            row_1V = self._logits_SV[t : t + 1]
-            found = self._known[t] = self._sampler.distribution(row_1V, self._tokens, self._drafted[:t])
+            row_V = self._logits_SV[t]
+            found = self._known[t] = self._sampler.distribution(row_V, self._tokens, self._drafted[:t])
         return found

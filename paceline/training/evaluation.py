@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from paceline.decoding.control import MAX_DRAFT, Costs
-from paceline.sampling.distribution import Among, Distribution, distributions
+from paceline.sampling.distribution import Among, Distribution, distribution
 from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -102,10 +102,7 @@ def evaluate(
 
 
 def _rows(logits_RV: torch.Tensor, params: SamplingParams, among: Among | None = None) -> list[Distribution]:
-    if not len(logits_RV):
-        return []
-    # Nothing looks at the tokens between rows here: any will do.
-    return distributions(logits_RV, params, drafted=[0] * (len(logits_RV) - 1), among=among)
+    return [distribution(row_V, params, among=among) for row_V in logits_RV]
 
 
 def _alpha(p: Distribution, q: Distribution) -> float:

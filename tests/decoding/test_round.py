@@ -14,7 +14,7 @@ import torch
 
 from paceline.decoding.sequence import Provenance
 from paceline.sampling import rejection
-from paceline.sampling.distribution import Distribution, distributions
+from paceline.sampling.distribution import Distribution, distribution
 from paceline.sampling.draft import Draft
 from paceline.sampling.draw import inverse_cdf
 from paceline.sampling.params import SamplingParams
@@ -105,8 +105,8 @@ def measured_gap(verify: str, rule: Rule | None = None, **params: float) -> floa
         p = 1.0
         for i, token in enumerate(tokens):
             with np.errstate(divide="ignore"):
-                logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))[None]
-            p *= distributions(logits, jobs[0].params)[0].of(token)
+                logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))
+            p *= distribution(logits, jobs[0].params).of(token)
         outcome = (1, *tokens)
         gap += abs(counts[outcome] / RUNS - p)
     return gap
@@ -332,7 +332,7 @@ def test_penalties_count_the_tokens_drafted_earlier_in_the_same_round() -> None:
     committed, drafted = [0, 1, 2], [2, 2, 3]
     together = Rows(sampler, logits, committed, drafted)
     for t in range(4):
-        alone = sampler.distribution(logits[t : t + 1], [*committed, *drafted[:t]])
+        alone = sampler.distribution(logits[t], [*committed, *drafted[:t]])
         assert (together[t].dense() == alone.dense()).all()
     of_end = [row.of(1) for row in together]
     assert of_end[:2] == [0, 0]

@@ -21,7 +21,7 @@ from paceline.proposers.base import Request
 from paceline.proposers.draft_model import DraftModelProposer
 from paceline.proposers.vocabulary import Token, Vocabulary, VocabularyMap
 from paceline.sampling import rejection
-from paceline.sampling.distribution import Distribution, distributions
+from paceline.sampling.distribution import Distribution, distribution
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
@@ -190,8 +190,8 @@ def measured_gap(rule: Rule, **params: Any) -> float:
     for tokens in itertools.product(range(len(TARGET)), repeat=SEEN):
         p = 1.0
         for i, token in enumerate(tokens):
-            logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))[None]
-            p *= distributions(logits, jobs[0].params)[0].of(token)
+            logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))
+            p *= distribution(logits, jobs[0].params).of(token)
         gap += abs(counts[1, tokens[0], tokens[1]] / RUNS - p)
     return gap
 
@@ -338,10 +338,10 @@ def test_each_q_is_the_one_path_behind_the_tokens_drafted_so_far() -> None:
     stream = Stream(0)
     for i, token in enumerate(draft.tokens):
         row_D = np.log(model.table.row(spelled(proposer.vocabulary, [*tokens, *draft.tokens[:i]])))
-        logits_1V = torch.full((1, len(TARGET)), -np.inf, dtype=torch.float64)
+        logits_V = torch.full((len(TARGET),), -np.inf, dtype=torch.float64)
         for ours, theirs in SHARED.items():
-            logits_1V[0, ours] = row_D[theirs]
-        (q,) = distributions(logits_1V, SamplingParams(**params), prompt=[0], output=[1, 3, 2, *draft.tokens[:i]])
+            logits_V[ours] = row_D[theirs]
+        q = distribution(logits_V, SamplingParams(**params), prompt=[0], output=[1, 3, 2, *draft.tokens[:i]])
         assert (draft.probs[i].dense() == q.dense()).all()
         assert token == rejection.propose(q, stream, len(tokens) + i, len(tokens))
 

@@ -117,12 +117,12 @@ class _RawSampler(Sampler):
     right: Sampler
     drawn_from: list[Distribution] = field(default_factory=list)
 
-    def distribution(self, logits_1V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
-        self.drawn_from[:] = [self.right.distribution(logits_1V, *args, **more)]
-        return replace(self, params=_neutral(self.params), drawn_from=[])._raw(logits_1V, *args, **more)
+    def distribution(self, logits_V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
+        self.drawn_from[:] = [self.right.distribution(logits_V, *args, **more)]
+        return replace(self, params=_neutral(self.params), drawn_from=[])._raw(logits_V, *args, **more)
 
-    def _raw(self, logits_1V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
-        return super().distribution(logits_1V, *args, **more)
+    def _raw(self, logits_V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
+        return super().distribution(logits_V, *args, **more)
 
     def propose(self, q: Distribution, position: int, anchor: int) -> int:
         return self.right.propose(self.drawn_from[-1], position, anchor)
@@ -189,9 +189,9 @@ class _StandingPenalties(Sampler):
     """Counts for every row what was committed, and nothing of what is drafted ahead of it."""
 
     def distribution(
-        self, logits_1V: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = (), **more: Any
+        self, logits_V: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = (), **more: Any
     ) -> Distribution:
-        return super().distribution(logits_1V, tokens, (), **more)
+        return super().distribution(logits_V, tokens, (), **more)
 
 
 def penalising(params: SamplingParams) -> SamplingParams:

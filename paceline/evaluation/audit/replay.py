@@ -162,7 +162,7 @@ def _margin(right: Subject, before: Sequence[int], prompt_length: int, pair: tup
     if right.verify != "coupled":
         params = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     sampler = replace(right, params=params).new_sampler(prompt_length, seed)
-    p = sampler.distribution(torch.as_tensor(row_V)[None], list(before))
+    p = sampler.distribution(torch.as_tensor(row_V), list(before))
     first, second = (p.of(token) for token in pair)
     if not first or not second:
         return float("inf")

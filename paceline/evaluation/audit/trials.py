@@ -265,7 +265,7 @@ class Exact:
 
     def choose(self, slot: int, more: Sequence[int], row_V: torch.Tensor) -> Distribution:
         """What the parameters make of the row behind a context and `more`."""
-        return self._samplers[slot].distribution(row_V[None], [*self.contexts[slot].tokens, *more])
+        return self._samplers[slot].distribution(row_V, [*self.contexts[slot].tokens, *more])
 
     def p(self, slot: int, more: Sequence[int] = ()) -> Distribution:
         """Learnt before."""
