@@ -123,6 +123,10 @@ def between(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     return ys[at] + share * (ys[at + 1] - ys[at])
 
 
+def _rate(accepted: float, reached: float, unknown: float) -> float:
+    return accepted / reached if reached else unknown
+
+
 @dataclass
 class Acceptance:
     """How often a token was accepted, given that those ahead of it were: at the first position, and behind it.
@@ -140,13 +144,11 @@ class Acceptance:
 
     def rates(self, others: tuple[float, float] = UNKNOWN, weight: float = 0.0) -> tuple[float, float]:
         """First, later; `others` count like `weight` drafts."""
-        first, later = (
-            (self.accepted[i] + weight * others[i]) / (self.reached[i] + weight)
-            if self.reached[i] + weight
-            else others[i]
-            for i in (0, 1)
+        accepted, reached = self.accepted, self.reached
+        return (
+            _rate(accepted[0] + weight * others[0], reached[0] + weight, others[0]),
+            _rate(accepted[1] + weight * others[1], reached[1] + weight, others[1]),
         )
-        return first, later
 
     def learn(self, drafted: int, accepted: int) -> None:
         seen = [(min(accepted, 1), 1), (max(accepted - 1, 0), max(min(accepted + 1, drafted) - 1, 0))]
@@ -175,6 +177,9 @@ class Seen:
         self.kept.learn(asked, accepted)
         self.drafted.learn(asked, drafted)
 
+
+NOTHING = Seen.nothing()
+"""Of a kind that a sequence has not met: nobody learns into it."""
 
 Pool = dict[str, Seen]
 """What all sequences of a model saw together, by kind of draft."""
@@ -266,13 +271,15 @@ class Adaptive:
         held.asked, held.worth_s = 0, 0.0
 
     def _of_all(self, kind: str) -> Seen:
-        return self.pool.setdefault(kind, Seen.believed(UNKNOWN, FEW))
+        if kind not in self.pool:
+            self.pool[kind] = Seen.believed(UNKNOWN, FEW)
+        return self.pool[kind]
 
     def _odds(self, request: Request, ahead: Prospect | None) -> list[tuple[float, float]]:
-        """The chances that the i-th token is kept, and that it is drafted at all."""
+        """The chances that the i-th token is kept, and that it is drafted at all; none where it is hardly ever kept."""
         if ahead is None:
             return []
-        own = self._slots[request.slot].seen.get(ahead.kind, Seen.nothing())
+        own = self._slots[request.slot].seen.get(ahead.kind, NOTHING)
         if _alone(request):
             kept, drafted = self.believed.get(ahead.kind, UNKNOWN), WHOLE
         else:
@@ -280,9 +287,11 @@ class Adaptive:
             kept, drafted = of_all.kept.rates(), of_all.drafted.rates()
         first, later = own.kept.rates(kept, OF_POOL)
         there, further = own.drafted.rates(drafted, OF_POOL)
-        chances = ((first * later**i, there * further**i) for i in range(_reach(request, ahead)))
-        # What was believed of one may outlast the other.
-        return [(kept, max(kept, drafted)) for kept, drafted in chances]
+        chances: list[tuple[float, float]] = []
+        while first >= NEGLIGIBLE and len(chances) < _reach(request, ahead):
+            chances.append((first, max(first, there)))  # what was believed of one may outlast the other
+            first, there = first * later, there * further
+        return chances
 
     def _allot(
         self,
@@ -297,14 +306,14 @@ class Adaptive:
         token that may not be there, too. What the model has to read first serves the rounds to come as well, so one of
         so many `shares` of it counts.
         """
+        if not any(odds):
+            return [0] * len(odds)
         order = sorted(((*chances, n) for n, of_n in enumerate(odds) for chances in of_n), key=lambda of: -of[0])
         tokens, rows, counts, chosen = float(len(odds)), float(len(odds)), [0] * len(odds), [0] * len(odds)
         steps, reached = [0.0] * len(odds), [1.0] * len(odds)
         best = LEAST_GAIN * tokens / self._round_s(rows, context)
         models, longest, reading_s = 0, 0.0, 0.0
         for gain, drafted, n in order:
-            if gain < NEGLIGIBLE:
-                break
             tokens += gain
             rows += drafted
             counts[n] += 1
