@@ -13,6 +13,7 @@ from paceline.decoding.control import (
     FEW,
     LEAST_GAIN,
     MAX_DRAFT,
+    NOTHING,
     PROBING,
     RECENT,
     UNKNOWN,
@@ -22,6 +23,7 @@ from paceline.decoding.control import (
     Everything,
     Fixed,
     Pool,
+    Seen,
     between,
     pool,
 )
@@ -163,6 +165,7 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing(row_s: float) -> None
     chosen, seconds, tokens = simulate(made, 0.0, 1000, random.Random(0))
     assert seconds / tokens < 1.02
     assert sum(chosen[500:]) >= 3, "it is asked now and then"
+    assert Seen.nothing() == NOTHING, "what one sequence sees stays its own"
     made.begin(0)  # what one sequence taught, the next one need not learn again
     chosen, seconds, tokens = simulate(made, 0.0, 100, random.Random(1))
     assert seconds / tokens < 1 + 2 * PROBING
