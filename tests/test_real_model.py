@@ -26,7 +26,7 @@ from paceline.proposers.feature import FeatureProposer
 from paceline.proposers.first import FirstOf
 from paceline.proposers.ngram import NgramProposer
 from paceline.sampling import rejection
-from paceline.sampling.distribution import Distribution
+from paceline.sampling.distribution import Distribution, on_host
 from paceline.sampling.sampler import RULES, Rule
 from tests.decoding.test_round import accept_everything, shared_noise_propose
 
@@ -314,9 +314,9 @@ def test_the_statistical_test_catches_a_raw_q(checkpoint: Checkpoint, monkeypatc
     """The ratio taken against the draft's softmax before top_k, which its tokens were not drawn from."""
     grow = DraftModelProposer._grow
 
-    def grow_raw(self: DraftModelProposer, g: Any, logits_D: torch.Tensor) -> None:
-        grow(self, g, logits_D)
-        raw_V = self.vocabulary.to_target(logits_D).softmax(-1)
+    def grow_raw(self: DraftModelProposer, g: Any, logits_1D: torch.Tensor) -> None:
+        grow(self, g, logits_1D)
+        raw_V = torch.from_numpy(self.vocabulary.to_target(on_host(logits_1D)[0])).softmax(-1)
         g.probs[-1] = Distribution(len(raw_V), raw_V.numpy())
 
     monkeypatch.setattr(DraftModelProposer, "_grow", grow_raw)

@@ -396,7 +396,6 @@ class LLM:
             partial(drafting.tokenizer.encode, add_special_tokens=False),
             target_size=self.target.vocab_size,
             draft_size=drafting.model.vocab_size,
-            device=self.target.device,
         )
         if not vocabulary.identical:
             self.notes = (*self.notes, f"the draft can propose {vocabulary.share:.0%} of the target's tokens")

@@ -71,9 +71,10 @@ class Proposer(Protocol):
         ...
 
 
-def best_chance(logits_D: torch.Tensor) -> float:
-    """How probable the most probable token is by these logits: about the chance that a token drawn here is kept."""
-    return float(logits_D.softmax(-1).max())
+def best_chances(logits_CD: torch.Tensor) -> list[float]:
+    """[C] how probable the most probable token of each row is: about the chance that a token drawn there is kept."""
+    chances: list[float] = logits_CD.softmax(-1).amax(-1).tolist()
+    return chances
 
 
 class NoProposer:

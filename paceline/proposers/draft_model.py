@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.models.interface import Chunk, LanguageModel
-from paceline.proposers.base import Prospect, Request, best_chance
+from paceline.proposers.base import Prospect, Request, best_chances
 from paceline.proposers.vocabulary import Vocabulary
-from paceline.sampling.distribution import Distribution
+from paceline.sampling.distribution import Distribution, on_host
 from paceline.sampling.draft import Draft
 
 READ_CHUNK = 512
@@ -105,8 +105,8 @@ class DraftModelProposer:
         step = 0
         while active := [g for g in growing if g.k > step and not g.ended]:
             scores = self.model([Chunk(g.request.slot, g.unread) for g in active], self._cache)
-            for g, rows_1D in zip(active, scores.logits, strict=True):
-                self._grow(g, rows_1D[0])
+            for g, logits_1D in zip(active, scores.logits, strict=True):
+                self._grow(g, logits_1D)
             step += 1
         return [Draft(tuple(g.tokens), tuple(g.probs)) for g in growing]
 
@@ -127,16 +127,16 @@ class DraftModelProposer:
             unread = unread[READ_CHUNK:]
         return _Drafting(request, k, unread, list(request.tokens))
 
-    def _grow(self, g: _Drafting, logits_D: torch.Tensor) -> None:
+    def _grow(self, g: _Drafting, logits_1D: torch.Tensor) -> None:
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
         if position > anchor:
             self._slots[g.request.slot].append(g.history[-1], 1)
         if self.p_min:
-            g.chance *= best_chance(logits_D)
+            g.chance *= best_chances(logits_1D)[0]
             g.ended = g.chance < self.p_min
             if g.ended:
                 return
-        q = sampler.distribution(self.vocabulary.to_target(logits_D), g.history)
+        q = sampler.distribution(self.vocabulary.to_target(on_host(logits_1D)[0]), g.history)
         token = sampler.propose(q, position, anchor)
         g.probs.append(q)
         g.history.append(token)

@@ -13,8 +13,8 @@ import torch
 
 from paceline.models.feature import FeatureDraft
 from paceline.models.interface import Chunk
-from paceline.proposers.base import Prospect, Request, best_chance
-from paceline.sampling.distribution import Among, Distribution
+from paceline.proposers.base import Prospect, Request, best_chances
+from paceline.sampling.distribution import Among, Distribution, Floats, on_host
 from paceline.sampling.draft import Draft
 
 FEW = 16
@@ -84,7 +84,8 @@ class FeatureProposer:
             chunks, given = self._take(drafting)
             while True:
                 logits_CD, hidden_CH = self.model(chunks, given, self._cache)
-                grown = [self._grow(g, logits_D) for g, logits_D in zip(drafting, logits_CD.unbind(), strict=True)]
+                chances = best_chances(logits_CD) if self.p_min else [1.0] * len(drafting)
+                grown = [self._grow(*each) for each in zip(drafting, chances, on_host(logits_CD), strict=True)]
                 if not (going_on := [n for n, g in enumerate(drafting) if grown[n] and len(g.probs) < g.k]):
                     break
                 given = hidden_CH if len(going_on) == len(drafting) else hidden_CH[going_on]
@@ -113,12 +114,11 @@ class FeatureProposer:
             held.read, held.unread = len(g.request.tokens) - 1, []
         return chunks, features[0] if len(features) == 1 else torch.cat(features)
 
-    def _grow(self, g: _Drafting, logits_D: torch.Tensor) -> bool:
+    def _grow(self, g: _Drafting, chance: float, logits_D: Floats) -> bool:
         """Draw one token more, unless the draft ends here."""
-        if self.p_min:
-            g.chance *= best_chance(logits_D)
-            if g.chance < self.p_min:
-                return False
+        g.chance *= chance
+        if g.chance < self.p_min:
+            return False
         sampler, anchor, position = g.request.sampler, len(g.request.tokens), len(g.history)
         q = sampler.distribution(logits_D, g.history, among=self.among)
         g.probs.append(q)

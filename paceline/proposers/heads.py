@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from paceline.models.heads import Heads
-from paceline.proposers.base import Prospect, Request, best_chance
-from paceline.sampling.distribution import Among, Distribution
+from paceline.proposers.base import Prospect, Request, best_chances
+from paceline.sampling.distribution import Among, Distribution, on_host
 from paceline.sampling.draft import Draft
 
 
@@ -40,11 +40,12 @@ class HeadsProposer:
 
     def _draft(self, request: Request, logits_KD: torch.Tensor) -> Draft:
         history, probs, chance = list(request.tokens), list[Distribution](), 1.0
-        for logits_D in logits_KD[: request.k]:
-            if self.p_min:
-                chance *= best_chance(logits_D)
-                if chance < self.p_min:
-                    break
+        logits_KD = logits_KD[: request.k]
+        chances = best_chances(logits_KD) if self.p_min else [1.0] * len(logits_KD)
+        for of_best, logits_D in zip(chances, on_host(logits_KD), strict=True):
+            chance *= of_best
+            if chance < self.p_min:
+                break
             q = request.sampler.distribution(logits_D, history, among=self.among)
             probs.append(q)
             history.append(request.sampler.propose(q, len(history), len(request.tokens)))

@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import torch
+import numpy as np
 
-from paceline.sampling.distribution import Among
+from paceline.sampling.distribution import Among, Floats
 
 Token = tuple[bool, bytes]
 """A token by what it stands for: whether it is a special token, and its bytes."""
@@ -31,7 +31,7 @@ class Vocabulary(Protocol):
 
     def spell(self, token: int) -> tuple[int, ...]: ...
 
-    def to_target(self, logits_D: torch.Tensor) -> torch.Tensor: ...
+    def to_target(self, logits_D: Floats) -> Floats: ...
 
 
 class VocabularyMap:
@@ -50,7 +50,6 @@ class VocabularyMap:
         *,
         target_size: int,
         draft_size: int,
-        device: torch.device | str = "cpu",
     ) -> None:
         self.target_size, self._draft_size = target_size, draft_size
         self._target, self._encode_draft = target, encode_draft
@@ -72,8 +71,8 @@ class VocabularyMap:
         self._spellings: dict[int, tuple[int, ...]] = {i: (other,) for i, other in shared.items()}
         self._any = next(iter(shared.values()))
         self._aligned = self.identical and target_size == draft_size
-        self._target_ids = torch.tensor(list(shared), device=device)
-        self._draft_ids = torch.tensor(list(shared.values()), device=device)
+        self._target_ids = np.array(list(shared))
+        self._draft_ids = np.array(list(shared.values()))
 
     def spell(self, token: int) -> tuple[int, ...]:
         """The draft's tokens, one at least, that stand for the target's `token` in the draft's context.
@@ -86,11 +85,11 @@ class VocabularyMap:
             self._spellings[token] = known or (self._any,)
         return self._spellings[token]
 
-    def to_target(self, logits_D: torch.Tensor) -> torch.Tensor:
+    def to_target(self, logits_D: Floats) -> Floats:
         """The draft's logits [draft_size] over the target's vocabulary: -inf where a token is not shared."""
         if self._aligned:
             return logits_D
-        logits_V = logits_D.new_full((self.target_size,), -math.inf)
+        logits_V = np.full(self.target_size, -math.inf, logits_D.dtype)
         logits_V[self._target_ids] = logits_D[self._draft_ids]
         return logits_V
 
@@ -106,5 +105,5 @@ class ReducedVocabulary:
     def spell(self, token: int) -> tuple[int, ...]:
         return (token,)
 
-    def to_target(self, logits_D: torch.Tensor) -> torch.Tensor:
+    def to_target(self, logits_D: Floats) -> Floats:
         return self.among.spread(logits_D)

@@ -91,15 +91,24 @@ class Among:
         """A distribution over D columns as one over the vocabulary."""
         return Distribution(self.size, some.probs, self.ids if some.ids is None else self.ids[some.ids])
 
-    def spread(self, logits_D: torch.Tensor) -> torch.Tensor:
+    def spread(self, logits_D: Floats) -> Floats:
         """[V] with -inf where a token is not among them."""
-        logits_V = logits_D.new_full((self.size,), -math.inf)
-        logits_V[torch.from_numpy(self.ids)] = logits_D
+        logits_V = np.full(self.size, -math.inf, logits_D.dtype)
+        logits_V[self.ids] = logits_D
         return logits_V
 
 
+def on_host(logits: torch.Tensor) -> Floats:
+    """Logits as distributions are made of them: in float32, or in float64 where that is what they are. Once a pass:
+    right behind one, each call of torch takes as long as the sampling of a row."""
+    if logits.dtype not in (torch.float32, torch.float64):
+        logits = logits.float()
+    found: Floats = logits.numpy(force=True)
+    return found
+
+
 def distribution(
-    logits_V: torch.Tensor,
+    logits_V: Floats,
     params: SamplingParams,
     *,
     prompt: Sequence[int] = (),
@@ -112,8 +121,8 @@ def distribution(
     `among`: the logits are those of these tokens alone, [D], and no other has any probability.
 
     `end_ids` are the tokens that end this request (`min_tokens` forbids them early). Computes in the logits' own
-    precision, float32 at least; the logits are left as they are. Raises ValueError where the model's logits hold NaN
-    or infinity, or where the parameters leave no token at all.
+    precision, and leaves them as they are. Raises ValueError where the model's logits hold NaN or infinity, or where
+    the parameters leave no token at all.
     """
     barred = end_ids if len(output) < params.min_tokens else ()
     if among is not None:
@@ -121,32 +130,29 @@ def distribution(
         if not (params.logit_bias or params.penalises or barred):
             return among.lift(distribution(logits_V, params))
         logits_V = among.spread(logits_V)
-    if logits_V.dtype != torch.float64:
-        logits_V = logits_V.float()
-    scores_V: Floats = logits_V.numpy(force=True)
-    size = len(scores_V)
+    size = len(logits_V)
 
     if params.logit_bias or params.penalises or barred:
-        scores_V = scores_V.copy()
+        logits_V = logits_V.copy()
     if params.logit_bias:
-        scores_V[list(params.logit_bias)] += list(params.logit_bias.values())
+        logits_V[list(params.logit_bias)] += list(params.logit_bias.values())
     if barred:
-        scores_V[list(barred)] = -math.inf
+        logits_V[list(barred)] = -math.inf
     if params.penalises:
-        _penalise(scores_V, params, prompt, output)
+        _penalise(logits_V, params, prompt, output)
 
     if params.temperature == 0:
         # Few calls: each costs some ten times as much behind a pass of the target, which has emptied the caches.
-        best = int(scores_V.argmax())
-        _require_finite(scores_V.item(best))
-        return Distribution(size, np.array((1,), scores_V.dtype), np.array((best,)))
+        best = int(logits_V.argmax())
+        _require_finite(logits_V.item(best))
+        return Distribution(size, np.array((1,), logits_V.dtype), np.array((best,)))
     temperature = params.temperature
     if temperature != 1:  # one beyond the numbers of this precision acts as its last one
-        limits = torch.finfo(logits_V.dtype)
-        temperature = min(max(temperature, limits.tiny), limits.max)
+        limits = np.finfo(logits_V.dtype)
+        temperature = min(max(temperature, float(limits.tiny)), float(limits.max))
     if params.min_p > 0 or 0 < params.top_k < size:
-        return _chosen(scores_V, temperature, params)
-    probs_V = _softmax(scores_V, temperature)
+        return _chosen(logits_V, temperature, params)
+    probs_V = _softmax(logits_V, temperature)
     if params.top_p == 1:
         return Distribution(size, probs_V)
     return _nucleus(size, *_likely(probs_V, params.top_p), params.top_p)

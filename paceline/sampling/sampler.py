@@ -12,7 +12,7 @@ from typing import overload
 import torch
 
 from paceline.sampling import block, coupled, rejection
-from paceline.sampling.distribution import Among, Distribution, distribution
+from paceline.sampling.distribution import Among, Distribution, Floats, distribution, on_host
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict
@@ -48,7 +48,7 @@ class Sampler:
 
     def distribution(
         self,
-        logits_V: torch.Tensor,
+        logits_V: Floats,
         tokens: Sequence[int],
         drafted: Sequence[int] = (),
         *,
@@ -74,7 +74,7 @@ class Sampler:
 
     def rows(self, logits_SV: torch.Tensor, tokens: Sequence[int], draft: Draft) -> Rows:
         """The target's distributions behind the committed `tokens` and behind each drafted one."""
-        return Rows(self, logits_SV.cpu(), tokens, draft.tokens)
+        return Rows(self, on_host(logits_SV), tokens, draft.tokens)
 
     def verify(self, p_S: Sequence[Distribution], draft: Draft, anchor: int) -> Verdict:
         return self.rule.verify(p_S, draft, self.stream, anchor)
@@ -86,9 +86,7 @@ class Rows(Sequence[Distribution]):
     For as long as neither the committed tokens nor the logits change.
     """
 
-    def __init__(
-        self, sampler: Sampler, logits_SV: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int]
-    ) -> None:
+    def __init__(self, sampler: Sampler, logits_SV: Floats, tokens: Sequence[int], drafted: Sequence[int]) -> None:
         assert len(logits_SV) == len(drafted) + 1, (len(logits_SV), drafted)
         self._sampler, self._logits_SV, self._tokens, self._drafted = sampler, logits_SV, tokens, drafted
         self._known: list[Distribution | None] = [None] * len(logits_SV)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from paceline.decoding.control import MAX_DRAFT, Costs
-from paceline.sampling.distribution import Among, Distribution, distribution
+from paceline.sampling.distribution import Among, Distribution, distribution, on_host
 from paceline.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def evaluate(
 
 
 def _rows(logits_RV: torch.Tensor, params: SamplingParams, among: Among | None = None) -> list[Distribution]:
-    return [distribution(row_V, params, among=among) for row_V in logits_RV]
+    return [distribution(row_V, params, among=among) for row_V in on_host(logits_RV)]
 
 
 def _alpha(p: Distribution, q: Distribution) -> float:

@@ -105,7 +105,7 @@ def measured_gap(verify: str, rule: Rule | None = None, **params: float) -> floa
         p = 1.0
         for i, token in enumerate(tokens):
             with np.errstate(divide="ignore"):
-                logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))
+                logits = np.log(table.row((0, 1, *tokens[:i])))
             p *= distribution(logits, jobs[0].params).of(token)
         outcome = (1, *tokens)
         gap += abs(counts[outcome] / RUNS - p)
@@ -326,7 +326,7 @@ def test_rounds_without_a_draft_do_not_count_as_drafts() -> None:
 @pytest.mark.fault(2)
 def test_penalties_count_the_tokens_drafted_earlier_in_the_same_round() -> None:
     """One row at a time, with the drafted tokens as output, gives the same distributions as all rows together."""
-    logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits = torch.randn(4, V, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.4, frequency_penalty=0.3, min_tokens=3)
     sampler = Sampler(params=params, rule=RULES["token"], stream=Stream(0), prompt_length=2, end_ids=frozenset({1}))
     committed, drafted = [0, 1, 2], [2, 2, 3]

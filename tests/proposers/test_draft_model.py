@@ -190,7 +190,7 @@ def measured_gap(rule: Rule, **params: Any) -> float:
     for tokens in itertools.product(range(len(TARGET)), repeat=SEEN):
         p = 1.0
         for i, token in enumerate(tokens):
-            logits = torch.from_numpy(np.log(table.row((0, 1, *tokens[:i]))))
+            logits = np.log(table.row((0, 1, *tokens[:i])))
             p *= distribution(logits, jobs[0].params).of(token)
         gap += abs(counts[1, tokens[0], tokens[1]] / RUNS - p)
     return gap
@@ -338,7 +338,7 @@ def test_each_q_is_the_one_path_behind_the_tokens_drafted_so_far() -> None:
     stream = Stream(0)
     for i, token in enumerate(draft.tokens):
         row_D = np.log(model.table.row(spelled(proposer.vocabulary, [*tokens, *draft.tokens[:i]])))
-        logits_V = torch.full((len(TARGET),), -np.inf, dtype=torch.float64)
+        logits_V = np.full(len(TARGET), -np.inf)
         for ours, theirs in SHARED.items():
             logits_V[ours] = row_D[theirs]
         q = distribution(logits_V, SamplingParams(**params), prompt=[0], output=[1, 3, 2, *draft.tokens[:i]])

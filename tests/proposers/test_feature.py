@@ -21,7 +21,7 @@ from paceline.models.interface import Chunk
 from paceline.proposers.base import NoProposer, Proposer, Request
 from paceline.proposers.feature import FeatureProposer
 from paceline.proposers.heads import HeadsProposer
-from paceline.sampling.distribution import Among
+from paceline.sampling.distribution import Among, on_host
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.sampler import RULES, Sampler
@@ -66,7 +66,7 @@ class Recomputed(FeatureProposer):
             chunk, history = Chunk(0, r.tokens[1:]), list(r.tokens)
             for q, token in zip(draft.probs, draft.tokens, strict=True):
                 logits, given = self.model([chunk], given, cache)
-                expected = r.sampler.distribution(logits[0], history, among=self.among)
+                expected = r.sampler.distribution(on_host(logits)[0], history, among=self.among)
                 torch.testing.assert_close(
                     torch.from_numpy(q.dense()), torch.from_numpy(expected.dense()), atol=1e-5, rtol=1e-4
                 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.sampling.distribution import Distribution, distribution, log_probabilities
+from paceline.sampling.distribution import Distribution, distribution, log_probabilities, on_host
 from paceline.sampling.params import SamplingParams
 from tests.fakes import Vector
 
@@ -68,7 +68,10 @@ def rows(
     **history: Any,
 ) -> list[Distribution]:
     """Row t is behind output + drafted[:t]."""
-    return [distribution(row_V, params, output=[*output, *drafted[:t]], **history) for t, row_V in enumerate(logits_TV)]
+    return [
+        distribution(row_V, params, output=[*output, *drafted[:t]], **history)
+        for t, row_V in enumerate(on_host(logits_TV))
+    ]
 
 
 def probabilities(logits_TV: torch.Tensor, params: SamplingParams, **history: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.decoding.control import Costs
-from paceline.sampling.distribution import distribution
+from paceline.sampling.distribution import distribution, on_host
 from paceline.sampling.params import SamplingParams
 from paceline.training import evaluation
 from paceline.training.evaluation import Evaluation, evaluate
@@ -25,8 +25,8 @@ def by_hand(learner: FakeLearner, source: FakeSource, indices: list[int], params
         for logits_D, row in zip(logits_RD, rows_R, strict=True):
             for column, temperature in enumerate((params.temperature, 0.0)):
                 wanted = SamplingParams(temperature=temperature, top_p=params.top_p, top_k=params.top_k)
-                p = distribution(source.target_logits(batch.hidden_NH[row]), wanted)
-                q = distribution(logits_D, wanted)
+                p = distribution(on_host(source.target_logits(batch.hidden_NH[row])), wanted)
+                q = distribution(on_host(logits_D), wanted)
                 q_V = torch.zeros(V)
                 ids = torch.arange(V) if learner.ids_D is None else learner.ids_D
                 q_V[ids] = torch.from_numpy(q.dense())

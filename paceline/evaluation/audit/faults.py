@@ -16,7 +16,7 @@ import torch
 from paceline.evaluation.audit.subject import Decide, Subject
 from paceline.models.interface import Cache, Chunk, InFront, Scores
 from paceline.proposers.base import Proposer, Prospect, Request
-from paceline.sampling.distribution import Distribution
+from paceline.sampling.distribution import Distribution, Floats
 from paceline.sampling.draft import Draft
 from paceline.sampling.params import SamplingParams
 from paceline.sampling.rejection import Verdict, accept_uniforms, next_token
@@ -117,11 +117,11 @@ class _RawSampler(Sampler):
     right: Sampler
     drawn_from: list[Distribution] = field(default_factory=list)
 
-    def distribution(self, logits_V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
+    def distribution(self, logits_V: Floats, *args: Any, **more: Any) -> Distribution:
         self.drawn_from[:] = [self.right.distribution(logits_V, *args, **more)]
         return replace(self, params=_neutral(self.params), drawn_from=[])._raw(logits_V, *args, **more)
 
-    def _raw(self, logits_V: torch.Tensor, *args: Any, **more: Any) -> Distribution:
+    def _raw(self, logits_V: Floats, *args: Any, **more: Any) -> Distribution:
         return super().distribution(logits_V, *args, **more)
 
     def propose(self, q: Distribution, position: int, anchor: int) -> int:
@@ -189,7 +189,7 @@ class _StandingPenalties(Sampler):
     """Counts for every row what was committed, and nothing of what is drafted ahead of it."""
 
     def distribution(
-        self, logits_V: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int] = (), **more: Any
+        self, logits_V: Floats, tokens: Sequence[int], drafted: Sequence[int] = (), **more: Any
     ) -> Distribution:
         return super().distribution(logits_V, tokens, (), **more)
 

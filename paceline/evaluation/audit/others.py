@@ -23,7 +23,7 @@ from paceline.evaluation.audit.run import Say, Size
 from paceline.evaluation.audit.statistics import Cells, Sample, share
 from paceline.evaluation.prompts import PROMPTS
 from paceline.evaluation.record import circumstances
-from paceline.sampling.distribution import Distribution, distribution
+from paceline.sampling.distribution import Distribution, distribution, on_host
 from paceline.sampling.params import SamplingParams
 
 
@@ -198,7 +198,7 @@ class Sampled:
         self.engine, self.params, self.contexts, self.size = engine, params, contexts, size
 
     def _chosen(self, row_V: torch.Tensor) -> Distribution:
-        return distribution(row_V, self.params)
+        return distribution(on_host(row_V), self.params)
 
     def of(self, index: int, samples: Sequence[Sequence[int]]) -> Sample:
         """Hold samples of one context against its exact rows."""

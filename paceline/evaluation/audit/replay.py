@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from paceline.evaluation.audit.identity import distance
 from paceline.evaluation.audit.subject import Subject
 from paceline.evaluation.audit.trials import Context, Exact
-from paceline.sampling.distribution import log_probabilities
+from paceline.sampling.distribution import log_probabilities, on_host
 from paceline.sampling.streams import Purpose, Stream
 
 
@@ -162,7 +161,7 @@ def _margin(right: Subject, before: Sequence[int], prompt_length: int, pair: tup
     if right.verify != "coupled":
         params = replace(params, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
     sampler = replace(right, params=params).new_sampler(prompt_length, seed)
-    p = sampler.distribution(torch.as_tensor(row_V), list(before))
+    p = sampler.distribution(on_host(row_V), list(before))
     first, second = (p.of(token) for token in pair)
     if not first or not second:
         return float("inf")

@@ -19,7 +19,7 @@ from paceline.decoding.sequence import OutputToken, Provenance, TokenLogprobs
 from paceline.evaluation.audit.subject import Silent, Subject
 from paceline.models.interface import Cache, Chunk, InFront
 from paceline.proposers.base import Proposer, Prospect, Request
-from paceline.sampling.distribution import Distribution
+from paceline.sampling.distribution import Distribution, on_host
 from paceline.sampling.draft import Draft
 from paceline.sampling.sampler import Sampler
 
@@ -265,7 +265,7 @@ class Exact:
 
     def choose(self, slot: int, more: Sequence[int], row_V: torch.Tensor) -> Distribution:
         """What the parameters make of the row behind a context and `more`."""
-        return self._samplers[slot].distribution(row_V, [*self.contexts[slot].tokens, *more])
+        return self._samplers[slot].distribution(on_host(row_V), [*self.contexts[slot].tokens, *more])
 
     def p(self, slot: int, more: Sequence[int] = ()) -> Distribution:
         """Learnt before."""
