@@ -37,6 +37,8 @@ FEW = 4.0
 """Drafts that overrule what was believed."""
 WHOLE = (1.0, 1.0)
 """Drafts are believed to be as long as asked for before any was seen."""
+REST = 16
+"""Rounds at most for which drafting nothing is left at, where nothing but the length of the text can have changed."""
 PARTS = 16
 """Rows and steps that may or may not be there are counted in such parts."""
 
@@ -201,6 +203,8 @@ class _Slot:
     """What may be spent on a probe; None before the first round."""
     worth_s: float = 0.0
     """What each token saves that a probe, if it was one, had right."""
+    rest: int = 0
+    """Rounds for which it is settled that nothing is drafted, as long as the kind stays what it is."""
 
 
 class Adaptive:
@@ -231,6 +235,8 @@ class Adaptive:
 
     def choose(self, requests: Sequence[Request]) -> list[int]:
         prospects = self.proposer.prospects(requests)
+        if len(requests) == 1 and self._rests(requests[0], prospects[0]):
+            return [0]
         together = [n for n, request in enumerate(requests) if not _alone(request)]
         chosen = [0] * len(requests)
         for group in [together, *([n] for n, request in enumerate(requests) if _alone(request))]:
@@ -243,6 +249,14 @@ class Adaptive:
             held.kind, held.asked = (ahead.kind, k if ahead.by_model else 0) if ahead else ("", 0)
         return chosen
 
+    def _rests(self, request: Request, ahead: Prospect | None) -> bool:
+        """Right behind a pass, deciding takes a percent of it."""
+        held = self._slots[request.slot]
+        if not held.rest or ahead is None or ahead.kind != held.kind:
+            return False
+        held.rest -= 1
+        return True
+
     def _choose(self, requests: Sequence[Request], prospects: Sequence[Prospect | None]) -> list[int]:
         odds = [self._odds(r, ahead) for r, ahead in zip(requests, prospects, strict=True)]
         context = sum(len(r.tokens) for r in requests) / len(requests)
@@ -250,6 +264,7 @@ class Adaptive:
         plain_s = self._round_s(len(requests), context)
         for n, (request, ahead) in enumerate(zip(requests, prospects, strict=True)):
             held = self._slots[request.slot]
+            held.rest = 0
             if held.saved_s is None:
                 held.saved_s = 0.0 if chosen[n] else PROBING * ADVANCE * plain_s
                 continue
@@ -259,6 +274,9 @@ class Adaptive:
                 probe_s += self._draft_s(1, 1) + self.costs.read_s * ahead.unread if ahead.by_model else 0.0
                 if held.saved_s >= probe_s:
                     chosen[n], held.saved_s, held.worth_s = 1, 0.0, plain_s
+                elif len(requests) == 1 and not _alone(request):
+                    held.rest = min(REST, int((probe_s - held.saved_s) / (PROBING * plain_s)))
+                    held.saved_s += held.rest * PROBING * plain_s
         return chosen
 
     def learn(self, slot: int, drafted: int, accepted: int) -> None:

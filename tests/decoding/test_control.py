@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -169,6 +171,32 @@ def test_a_draft_that_is_never_right_costs_next_to_nothing(row_s: float) -> None
     made.begin(0)  # what one sequence taught, the next one need not learn again
     chosen, seconds, tokens = simulate(made, 0.0, 100, random.Random(1))
     assert seconds / tokens < 1 + 2 * PROBING
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+def test_where_nothing_pays_it_is_not_thought_about_in_every_round(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a request with a seed: when it is probed must not depend on what runs beside it."""
+    decided, decide = 0, Adaptive._choose
+
+    def count(*args: Any) -> list[int]:
+        nonlocal decided
+        decided += 1
+        return decide(*args)
+
+    monkeypatch.setattr(Adaptive, "_choose", count)
+    made = Adaptive(Ahead(Prospect("draft", by_model=True)), costs(0.25, draft_s=0.1), pool())
+    made.begin(0)
+    (asked,) = requests()
+    asked = replace(asked, sampler=replace(asked.sampler, params=SamplingParams(seed=seed)))
+    probes = 0
+    for _ in range(1000):
+        (k,) = made.choose([asked])
+        made.learn(0, k, 0)
+        probes += k
+    assert probes >= 6
+    assert decided == 1000 if seed is not None else decided < 200
 
 
 @pytest.mark.parametrize("accept", [0.3, 0.6, 0.8, 0.95])
